@@ -1,0 +1,1 @@
+"""Step times of meshstep and of what a user would otherwise pick, side by side. See README.md."""

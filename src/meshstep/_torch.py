@@ -1,0 +1,96 @@
+"""Every private symbol of PyTorch that meshstep uses, with the versions it was tested on. Nowhere else.
+
+Tested: torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import MeshstepError
+
+SUPPORTED = ((2, 13), (2, 14))  # from, up to but not including
+
+
+class UnsupportedTorchError(MeshstepError, ImportError):
+    """This PyTorch is not one that meshstep was tested on."""
+
+
+def check_version(version: str = torch.__version__) -> None:
+    """Refuse a PyTorch that was not tested.
+
+    Raises:
+        UnsupportedTorchError: `version` is out of range.
+    """
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = ((f"{major}.{minor}") for major, minor in SUPPORTED)
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        raise UnsupportedTorchError(
+            f"meshstep needs torch >={low},<{high}, and this is torch {version}",
+            at="import meshstep",
+            hint="pip install 'torch==2.13.*'",
+        )
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true, so that optimizers and models take their tensor-only paths."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def decompositions(ops: Iterable[Any]) -> dict[Any, Callable]:
+    """PyTorch's own decompositions of some ops into simpler ones."""
+    return dict(get_decompositions(list(ops)))
+
+
+@lru_cache(maxsize=None)
+def has_composite_kernel(op: Any) -> bool:
+    """Whether an op is only a composition of others, so that `op.decompose` gives them."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node created on this thread will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_sequence_number() -> int | None:
+    """The number of the autograd node whose backward is running, `None` outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "UnsupportedTorchError",
+    "check_version",
+    "compiling",
+    "decompositions",
+    "has_composite_kernel",
+    "next_sequence_number",
+    "running_sequence_number",
+]

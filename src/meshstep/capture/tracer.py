@@ -1,0 +1,364 @@
+"""Records every op of a running step as a node of a functional graph."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    has_composite_kernel,
+    next_sequence_number,
+    running_sequence_number,
+)
+from ..errors import CaptureError
+from ..ir.infer import infer
+from ..ir.program import Slot, SlotKind, call, part
+from ..layout import Layout
+from ..ir.types import TensorType
+from ..ir.updates import UPDATES, Update
+from .aliases import Base, Ref
+from .decompose import DECOMPOSITIONS
+from .factories import FACTORIES
+from .source import user_line
+
+aten = torch.ops.aten
+
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.detach_.default})
+_FRESH_CONSTANTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default})
+_FUNCTIONAL = {  # where the names do not tell
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
+_REFUSED = frozenset({aten.set_.source_Tensor, aten.set_.source_Storage, aten.resize_.default})
+
+
+class Tracer(TorchDispatchMode):
+    """A dispatch mode above a `FakeTensorMode`: ops run on fake tensors and are written down.
+
+    Attributes:
+        graph: What has been recorded, without an output node.
+        slots: What its placeholders are, in order.
+        constants: Tensors that the step uses although they are no arguments.
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty graph."""
+        super().__init__()
+        self.graph = fx.Graph()
+        self.slots: list[Slot] = []
+        self.constants: dict[Slot, Tensor] = {}
+        self._slot_of: dict[fx.Node, Slot] = {}
+        self._refs: dict[int, Ref] = {}
+        self._alive: list[Tensor] = []  # ids stay unique as long as their tensors live
+        self._forward_lines: dict[int, str] = {}
+        self._line = ""
+
+    def placeholder(self, slot: Slot, tensor: Tensor) -> fx.Node:
+        """Declare a fake tensor to be an input."""
+        node = self._new_placeholder(slot, TensorType.of(tensor))
+        self._bind(tensor, Ref(Base(), node, node.meta["type"]))
+        return node
+
+    def value(self, tensor: Tensor) -> fx.Node:
+        """The node of the present value of a tensor."""
+        return self._ref(tensor).read(self._emit)
+
+    def slot_of(self, placeholder: fx.Node) -> Slot:
+        """The slot of an input node."""
+        return self._slot_of[placeholder]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run one op below autograd and record it."""
+        kwargs = kwargs or {}
+        self._line = self._where()
+        if func.namespace in ("profiler", "prim"):  # no computation
+            return func(*args, **kwargs)
+        if func in _TO_PYTHON:
+            raise CaptureError(
+                "a tensor's value is needed in Python (.item(), float(), bool(), `if` on a tensor)",
+                at=self._line or None,
+                hint="return the tensor from the step and look at it outside, or use torch.where",
+            )
+        try:
+            return self._record(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"the result of {func} has a shape that depends on values",
+                at=self._line or None,
+                hint="a form with a fixed shape: torch.where or a mask instead of boolean indexing or nonzero",
+            ) from error
+        except UnsupportedOperatorException as error:
+            raise CaptureError(
+                f"{func} has no fake implementation", at=self._line or None, hint="torch.library.register_fake"
+            ) from error
+
+    def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func in UPDATES:
+            return self._record_update(UPDATES[func], args, kwargs)
+        if func in DECOMPOSITIONS:
+            with self:
+                out = DECOMPOSITIONS[func](*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if (single := _foreach(func)) is not None:
+            return self._record_foreach(single, args, kwargs)
+        if has_composite_kernel(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        before = self._operands(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._write_down(func, args, kwargs, before, out)
+        return out
+
+    def _operands(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments as nodes, read before the op runs."""
+        if func in _IDENTITIES or func in _FRESH_CONSTANTS:
+            return (), {}
+        return _map(args, self._node_of), _map(kwargs, self._node_of)
+
+    def _write_down(self, func: Any, args: tuple, kwargs: dict, before: tuple[tuple, dict], out: Any) -> None:
+        effects = _effects(func)
+        nodes, named = before
+        if func in _REFUSED:
+            raise CaptureError(f"{func} changes a tensor's storage", at=self._line or None, hint="make a new tensor")
+        if func in _IDENTITIES:
+            self._bind_same(out, self._ref(args[0]))
+        elif func in _FRESH_CONSTANTS:  # torch.tensor(...): nobody else holds this one, so it may be written to
+            self._bind(out, Ref(Base(), self.value(args[0]), TensorType.of(out)))
+        elif effects.written:
+            self._write(func, effects, args, kwargs, nodes, named, out)
+        elif func in FACTORIES:
+            target, arguments, options = FACTORIES[func](out, nodes, named)
+            self._bind(out, Ref(Base(), self._emit(target, arguments, options, TensorType.of(out)), TensorType.of(out)))
+        else:
+            node = self._emit(func, nodes, named, _types(out))
+            parent = self._ref(args[0]) if effects.is_view else None
+            self._bind_outputs(node, out, parent, (func, nodes[1:], named))
+
+    def _bind_same(self, out: Tensor, parent: Ref) -> None:
+        node = parent.read(self._emit)
+        if self._refs.get(id(out)) is not parent:
+            self._bind(out, Ref(parent.base, node, parent.type, parent, version=parent.base.version))
+
+    def _bind_outputs(self, node: fx.Node, out: Any, parent: Ref | None, view: tuple) -> None:
+        if isinstance(out, Tensor):
+            outputs: list[tuple[int | None, Any]] = [(None, out)]
+        else:
+            outputs = list(enumerate(out))
+        for index, tensor in outputs:
+            if tensor is None:
+                continue
+            value = node if index is None else part(self.graph, node, index)
+            if parent is None:
+                self._bind(tensor, Ref(Base(), value, TensorType.of(tensor)))
+            else:
+                ref = Ref(parent.base, value, TensorType.of(tensor), parent, view, index, parent.base.version)
+                self._bind(tensor, ref)
+
+    def _write(
+        self, func: Any, effects: _Effects, args: tuple, kwargs: dict, nodes: tuple, named: dict, out: Any
+    ) -> None:
+        names = [a.name for a in func._schema.arguments]
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        targets = [bound[name] for name in effects.written]
+        new = self._new_value(func, effects, targets, nodes, named)
+        for target, node in zip(targets, new, strict=True):
+            want = TensorType.of(target)
+            if node.meta["type"].dtype != want.dtype:
+                node = self._emit(aten._to_copy.default, (node,), {"dtype": want.dtype}, want)
+            if node.meta["type"].shape != want.shape:
+                node = self._emit(aten.expand.default, (node, list(want.shape)), {}, want)
+            try:
+                self._ref(target).write(node, self._emit)
+            except CaptureError as error:
+                raise CaptureError(error.what, at=self._line or None, hint=error.hint) from None
+        returned = [out] if isinstance(out, Tensor) else list(out or ())
+        for tensor, target in zip(returned, targets, strict=False):
+            if tensor is not target:
+                self._bind(tensor, self._ref(target))
+
+    def _new_value(
+        self, func: Any, effects: _Effects, targets: list[Tensor], nodes: tuple, named: dict
+    ) -> list[fx.Node]:
+        if func is aten.copy_.default:
+            return [nodes[1]]
+        if func in FACTORIES:  # zero_, fill_
+            target, arguments, options = FACTORIES[func](targets[0], nodes, named)
+            return [self._emit(target, arguments, options, TensorType.of(targets[0]))]
+        functional = _functional(func)
+        if effects.out_only:
+            named = {k: v for k, v in named.items() if k not in effects.written}
+        node = self._emit(functional, nodes, named)
+        return [node] if isinstance(node.meta["type"], TensorType) else self._parts(node)
+
+    def _parts(self, node: fx.Node) -> list[fx.Node]:
+        return [part(self.graph, node, i) for i, type_ in enumerate(node.meta["type"]) if type_ is not None]
+
+    def _record_update(self, update: Update, args: tuple, kwargs: dict) -> None:
+        """An optimizer kernel on lists, as one op a parameter."""
+        lists = dict(zip(update.lists, args, strict=True))
+        options = {k: self._node_of(v) for k, v in kwargs.items()}
+        for i in range(len(lists["param"])):
+            tensors = {name: found[i] if found else None for name, found in lists.items()}
+            nodes = tuple(None if t is None else self.value(t) for t in tensors.values())
+            kinds = [tensors[name] for name in update.written]
+            empty = TensorType(lists["param"][i].dtype, (0,), lists["param"][i].device.type)
+            node = self._emit(update.op, nodes, options, tuple(empty if t is None else TensorType.of(t) for t in kinds))
+            for index, tensor in enumerate(kinds):
+                if tensor is not None:
+                    self._ref(tensor).write(part(self.graph, node, index), self._emit)
+
+    def _record_foreach(self, single: Any, args: tuple, kwargs: dict) -> list | None:
+        """An op on lists, as one op an element."""
+        count = len(args[0])
+
+        def element(value: Any, i: int) -> Any:
+            return value[i] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+        with self:
+            outs = [
+                single(*(element(a, i) for a in args), **{k: element(v, i) for k, v in kwargs.items()})
+                for i in range(count)
+            ]
+        return None if single._schema.is_mutable else outs
+
+    def _emit(self, op: Any, args: tuple, kwargs: dict, type_: Any = None) -> fx.Node:
+        if op is operator.getitem:
+            return part(self.graph, *args)
+        type_ = infer(op, args, kwargs) if type_ is None else type_
+        return call(self.graph, op, args, kwargs, type=type_, source=self._line)
+
+    def _node_of(self, value: Any) -> Any:
+        return self.value(value) if isinstance(value, Tensor) else value
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        found = self._refs.get(id(tensor))
+        return self._constant(tensor) if found is None else found
+
+    def _bind(self, tensor: Tensor, ref: Ref) -> None:
+        self._refs[id(tensor)] = ref
+        self._alive.append(tensor)
+
+    def _constant(self, tensor: Tensor) -> Ref:
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                "the step uses a fake tensor that was made outside of it",
+                at=self._line or None,
+                hint="pass it as an argument",
+            )
+        type_ = TensorType.of(tensor)
+        if tensor.numel() == 1 and not tensor.is_meta:
+            options = {"dtype": tensor.dtype, "device": tensor.device}
+            node = self._emit(aten.full.default, (list(tensor.shape), tensor.item()), options, type_)
+        else:
+            slot = Slot(SlotKind.CONSTANT, f"tensor_{len(self.constants)}")
+            node = self._new_placeholder(slot, type_)
+            self.constants[slot] = tensor.detach()
+        fixed = "a tensor that is no argument of the step is changed in it"
+        self._bind(tensor, Ref(Base(fixed=fixed), node, type_))
+        return self._refs[id(tensor)]
+
+    def _new_placeholder(self, slot: Slot, type_: TensorType) -> fx.Node:
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        with self.graph.inserting_before(first) if first else contextlib.nullcontext():
+            node = self.graph.create_node("placeholder", slot_name(slot), name=slot_name(slot))
+        node.meta.update(type=type_, layout=Layout(), source="")
+        self.slots.append(slot)
+        self._slot_of[node] = slot
+        return node
+
+    def _where(self) -> str:
+        """The user's line of the op that runs; a backward op has the line of its forward op."""
+        running = running_sequence_number()
+        if running is not None and running in self._forward_lines:
+            return self._forward_lines[running]
+        line = user_line()
+        if running is None and torch.is_grad_enabled():
+            self._forward_lines.setdefault(next_sequence_number() - 1, line)
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Effects:
+    """What a schema says of aliasing: names of arguments written to, and whether outputs are views of the first."""
+
+    written: tuple[str, ...]
+    is_view: bool
+    out_only: bool
+
+
+@lru_cache(maxsize=None)
+def _effects(func: Any) -> _Effects:
+    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return _Effects(tuple(a.name for a in written), aliased, bool(written) and all(a.kwarg_only for a in written))
+
+
+@lru_cache(maxsize=None)
+def _functional(func: Any) -> Any:
+    """The op that returns what an in-place or `out=` op writes."""
+    if func in _FUNCTIONAL:
+        return _FUNCTIONAL[func]
+    namespace, name = func._schema.name.split("::")
+    overload = func._overloadname
+    if func._schema.is_mutable and not name.endswith("_"):
+        overload = overload.removesuffix("_out").replace("out", "default")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    found = getattr(packet, overload, None)
+    if found is None:
+        raise CaptureError(f"{func} changes a tensor in place and has no functional form")
+    return found
+
+
+@lru_cache(maxsize=None)
+def _foreach(func: Any) -> Any:
+    """The op on one element of an op on lists of tensors; `None` for any other op."""
+    namespace, name = func._schema.name.split("::")
+    if namespace != "aten" or not name.startswith("_foreach_"):
+        return None
+    base = name.removeprefix("_foreach_")
+    overloads = {"Scalar": "Scalar", "ScalarList": "Scalar", "List": "Tensor", "Tensor": "Tensor"}
+    special = {"norm": aten.linalg_vector_norm.default, "zero_": aten.zero_.default}
+    if base in special:
+        return special[base]
+    packet = getattr(aten, base)
+    for overload in (overloads.get(func._overloadname, "default"), "Tensor", "Scalar", "default"):
+        if hasattr(packet, overload):
+            return getattr(packet, overload)
+    raise CaptureError(f"{func} has no form for one tensor")
+
+
+def _types(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return TensorType.of(out)
+    return tuple(_types(o) for o in out) if isinstance(out, (list, tuple)) else None
+
+
+def _map(value: Any, f: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(v, f) for v in value)
+    return {k: _map(v, f) for k, v in value.items()} if isinstance(value, dict) else f(value)
+
+
+_UNMARKED = frozenset({SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.ARGUMENT, SlotKind.HYPERPARAMETER})
+
+
+def slot_name(slot: Slot) -> str:
+    """A name for the slot's node: the text form shows it."""
+    kind = "" if slot.kind in _UNMARKED else f"{slot.kind.name.lower().removeprefix('optimizer_')}_"
+    return kind + "".join(c if c.isalnum() else "_" for c in slot.name).strip("_")

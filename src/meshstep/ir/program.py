@@ -1,0 +1,231 @@
+"""The program: a functional FX graph whose inputs and outputs are typed slots and whose values have types and layouts.
+
+Every node of the graph carries in `node.meta`:
+
+    "type"     TensorType, or a tuple of them for an op with several outputs (its parts are `getitem` nodes);
+               the shape is one rank's
+    "layout"   Layout over the axes partitioned so far, or a tuple of them
+    "source"   `file.py:line` of the user's code that made it, "" if unknown
+    "why"      for a collective: which value and consumer disagreed
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..layout import Layout
+from ..mesh import Mesh
+from .collectives import COLLECTIVES, SENDS_NOTHING, axis_of, bytes_sent
+from .types import TensorType
+
+
+class SlotKind(Enum):
+    """What an input of a program is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    HYPERPARAMETER = "hyper-parameter"
+    ARGUMENT = "argument"
+    CONSTANT = "constant"
+    SEED = "seed"
+
+
+STATE_KINDS = frozenset({SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.GRADIENT, SlotKind.OPTIMIZER_STATE})
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An input of a program, or the state that an output replaces.
+
+    Args:
+        kind: What it is.
+        name: Fully-qualified name (`fc1.weight`, `fc1.weight.exp_avg`), or the path of an argument (`batch.ids`).
+    """
+
+    kind: SlotKind
+    name: str
+
+    def __str__(self) -> str:
+        """`parameter fc1.weight`."""
+        return f"{self.kind.value} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An output of a program: the new value of a state slot, or something that the user's function returned.
+
+    Args:
+        name: Path in the returned structure (`loss`, `[0]`), or the name of the slot.
+        slot: The state that it replaces; `None` for a user output.
+    """
+
+    name: str
+    slot: Slot | None = None
+
+    def __str__(self) -> str:
+        """`output loss` or `parameter fc1.weight`."""
+        return str(self.slot) if self.slot else f"output {self.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """One functional program.
+
+    Args:
+        name: Name of the user's function.
+        mesh: The mesh it is for.
+        graph: Placeholders (one a slot), `call_function` nodes, one output node with a tuple (one value a result).
+        slots: What the placeholders are, in order.
+        results: What the outputs are, in order.
+        axes: Mesh axes partitioned so far, in the order in which that was done; `()` for a global program.
+        constants: Tensors of the CONSTANT slots.
+    """
+
+    name: str
+    mesh: Mesh
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    results: tuple[Result, ...]
+    axes: tuple[str, ...] = ()
+    constants: Mapping[Slot, Tensor] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """The input nodes, one a slot."""
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def inputs(self) -> Iterator[tuple[Slot, fx.Node]]:
+        """Slots with their nodes, in order."""
+        return zip(self.slots, self.placeholders, strict=True)
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The node that returns."""
+        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+
+    @property
+    def outputs(self) -> Iterator[tuple[Result, fx.Node]]:
+        """Results with the nodes that they return, in order."""
+        return zip(self.results, self.output_node.args[0], strict=True)  # type: ignore[arg-type]
+
+    @property
+    def calls(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute something, in order; `getitem` is not one."""
+        return tuple(
+            node for node in self.graph.nodes if node.op == "call_function" and node.target is not operator.getitem
+        )
+
+    def copy(self) -> tuple[Program, dict[fx.Node, fx.Node]]:
+        """A private copy of the graph in a new program, and the map from old nodes to new ones."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        return replace(self, graph=graph), copies
+
+
+def call(
+    graph: fx.Graph,
+    op: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    type: TensorType | tuple[TensorType | None, ...],
+    layout: Layout | tuple[Layout | None, ...] | None = None,
+    source: str = "",
+    name: str | None = None,
+) -> fx.Node:
+    """Append a call to `graph` with all that a node of a program carries."""
+    node = graph.create_node("call_function", op, args, dict(kwargs or {}), name=name or name_of(op))
+    empty: Any = (Layout(),) * len(type) if isinstance(type, tuple) else Layout()
+    node.meta.update(type=type, layout=empty if layout is None else layout, source=source)
+    return node
+
+
+def part(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    """Append `node[index]`, one output of an op with several."""
+    item = graph.create_node("call_function", operator.getitem, (node, index), name=f"{node.name}_part")
+    item.meta.update(
+        type=node.meta["type"][index], layout=node.meta["layout"][index], source=node.meta.get("source", "")
+    )
+    return item
+
+
+def name_of(op: Any) -> str:
+    """The short name that a node of this op gets."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name.split("::")[-1].strip("_")
+    return getattr(op, "__name__", "value").strip("_")
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node only picks one output of another one."""
+    return node.target is operator.getitem
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int]:
+    """The call that computes a value, and which of its outputs it is."""
+    return (node.args[0], node.args[1]) if is_part(node) else (node, 0)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective of a program.
+
+    Args:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
+        axis: The mesh axis.
+        dtype: What is sent.
+        bytes: Sent per rank and step by a ring.
+        count: How many values ride in it.
+        source: The user's line whose value is sent.
+        why: Which producer and consumer disagree.
+    """
+
+    kind: str
+    axis: str
+    dtype: torch.dtype
+    bytes: int
+    count: int
+    source: str
+    why: str
+
+
+def communication(program: Program) -> tuple[Communication, ...]:
+    """All that a program sends, in program order."""
+    return tuple(
+        _record(node, program.mesh)
+        for node in program.graph.nodes
+        if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
+    )
+
+
+def _record(node: fx.Node, mesh: Mesh) -> Communication:
+    axis, sent = axis_of(node.target, node.args), node.args[0].meta["type"]  # type: ignore[union-attr]
+    return Communication(
+        kind=name_of(node.target),
+        axis=axis,
+        dtype=sent.dtype,
+        bytes=bytes_sent(node.target, sent.nbytes, mesh[axis]),
+        count=node.meta.get("count", 1),
+        source=node.meta["source"],
+        why=node.meta.get("why", ""),
+    )
+
+
+def prune(graph: fx.Graph) -> bool:
+    """Erase calls whose values nobody uses; whether there were any."""
+    before = len(graph.nodes)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    return len(graph.nodes) < before

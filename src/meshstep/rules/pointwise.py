@@ -1,0 +1,98 @@
+"""Elementwise ops: those that PyTorch tags so, and some that it forgot; linearity decides where a sum passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ..layout import REPLICATE, shard
+from .factors import Linear, partials, together
+from .rule import Entry, OpCall, Rule
+
+aten = torch.ops.aten
+
+UNTAGGED = (
+    aten._to_copy.default, aten._conj.default, aten._prelu_kernel.default, aten.copy.default,
+    aten.elu_backward.default, aten.floor_divide.default, aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
+    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rsub.Tensor, aten.softplus_backward.default,
+    aten.softshrink_backward.default, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
+)  # fmt: skip
+
+LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
+    aten._conj.default: "all",
+    aten._to_copy.default: "all",
+    aten.add.Tensor: "all",
+    aten.addcdiv.default: (together("self", "tensor1"),),
+    aten.addcmul.default: (together("self", "tensor1"), together("self", "tensor2")),
+    aten.clone.default: "all",
+    aten.conj_physical.default: "all",
+    aten.div.Scalar: "all",
+    aten.div.Tensor: "first",
+    aten.lerp.Scalar: "all",
+    aten.lerp.Tensor: (together("self", "end"),),
+    aten.lift_fresh_copy.default: "all",
+    aten.mul.Scalar: "all",
+    aten.mul.Tensor: "each",
+    aten.native_dropout_backward.default: "first",
+    aten.neg.default: "all",
+    aten.positive.default: "all",
+    aten.rsub.Tensor: "all",
+    aten.sub.Tensor: "all",
+    aten.where.self: (together("self", "other"),),
+    # Backward ops of activations are linear in the incoming gradient.
+    aten.elu_backward.default: "first",
+    aten.gelu_backward.default: "first",
+    aten.hardshrink_backward.default: "first",
+    aten.hardsigmoid_backward.default: "first",
+    aten.hardswish_backward.default: "first",
+    aten.hardtanh_backward.default: "first",
+    aten.leaky_relu_backward.default: "first",
+    aten.logit_backward.default: "first",
+    aten.mish_backward.default: "first",
+    aten.sigmoid_backward.default: "first",
+    aten.silu_backward.default: "first",
+    aten.softplus_backward.default: "first",
+    aten.softshrink_backward.default: "first",
+    aten.tanh_backward.default: "first",
+    aten.threshold_backward.default: "first",
+}
+
+# Linear as long as the number that goes with the tensor is zero: where it is kept, and what it is called.
+_LINEAR_AT_ZERO = {
+    aten.masked_fill.Scalar: ("self", "value"),
+    aten.where.ScalarOther: ("self", "other"),
+    aten.where.ScalarSelf: ("other", "self"),
+}
+
+
+def pointwise(call: OpCall) -> Iterator[Rule]:
+    """Each dim of the output, with the inputs that have it; then the linear ones."""
+    outputs = [o for o in call.outputs if o]
+    for dim in range(outputs[0].ndim):
+        yield _split(call, dim, outputs[0].shape)
+    yield from partials(call, _linear(call))
+
+
+def _split(call: OpCall, dim: int, shape: tuple[int, ...]) -> Rule:
+    from_right = len(shape) - dim
+    inputs = (
+        shard(t.ndim - from_right)
+        if t.ndim >= from_right and t.shape[t.ndim - from_right] == shape[dim]
+        else REPLICATE
+        for t in call.tensors
+    )
+    return Rule(tuple(inputs), tuple(o and shard(dim) for o in call.outputs))
+
+
+def _linear(call: OpCall) -> Linear:
+    if call.op in _LINEAR_AT_ZERO:
+        name, number = _LINEAR_AT_ZERO[call.op]
+        return (together(name),) if call[number] == 0 else ()
+    return LINEAR.get(call.op, ())
+
+
+POINTWISE = Entry(pointwise)
+TABLE = dict.fromkeys(UNTAGGED, POINTWISE)

@@ -1,0 +1,156 @@
+"""Ops that reduce dims, and ops that work along one dim and keep it whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from ..ir import collectives
+from ..layout import PARTIAL, REPLICATE, shard
+from .factors import Linear, alike, apart_from, dims_of, follow, partials
+from .rule import Entry, Local, OpCall, Rule
+
+aten = torch.ops.aten
+Across = Callable[[OpCall, int], Iterator[Rule]]
+
+
+def reduction(across: Across | None = None, linear: Linear = ()) -> Entry:
+    """An op that reduces the dims of its argument `dim` (all if it has none).
+
+    Args:
+        across: The rule for a sharded dim that is reduced; None if there is none.
+        linear: See `factors.partials`.
+    """
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        gone = reduced_dims(call)
+        for dim in range(call.tensors[0].ndim):
+            if dim not in gone:
+                yield alike(call, dim, _where(call, dim, gone))
+            elif across:
+                yield from across(call, dim)
+        yield from partials(call, linear)
+
+    return Entry(rules)
+
+
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
+    """The dims that a call reduces."""
+    return dims_of(call.arguments.get("dim"), call.tensors[0].ndim)
+
+
+def _where(call: OpCall, dim: int, gone: tuple[int, ...]) -> int:
+    return dim if call.arguments.get("keepdim") else dim - sum(d < dim for d in gone)
+
+
+def gives(placement: Placement) -> Across:
+    """The parts of each shard are put together by a reduction over the ranks."""
+    return lambda call, dim: iter([Rule((shard(dim),), (placement,))])
+
+
+def _largest(op: str) -> Across:
+    """The largest (smallest) element of a shard, unless the elements are not ordered numbers."""
+
+    def across(call: OpCall, dim: int) -> Iterator[Rule]:
+        if call.tensors[0].dtype is not torch.bool:
+            yield Rule((shard(dim),), (Partial(op),))
+
+    return across
+
+
+# ---- local forms
+
+
+def _mean(call: OpCall, dim: int) -> Iterator[Rule]:
+    """The mean is the sum of the shards' means, each divided by the number of ranks."""
+    yield Rule((shard(dim),), (PARTIAL,), _share_of_mean)
+
+
+def _share_of_mean(local: Local) -> tuple[fx.Node, ...]:
+    mean = local.emit(local.call.op, **local.arguments)
+    return (local.emit(aten.div.Tensor, mean, local.size),)
+
+
+def _norm(call: OpCall, dim: int) -> Iterator[Rule]:
+    """A norm over all ranks from the norms of the shards."""
+    if call["ord"] in _NORMS:
+        yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms)
+
+
+def _norm_of_norms(local: Local) -> tuple[fx.Node, ...]:
+    norm = local.emit(local.call.op, **local.arguments)
+    return (_NORMS[local["ord"]](local, norm),)
+
+
+def _euclidean(local: Local, norm: fx.Node) -> fx.Node:
+    squares = local.emit(aten.mul.Tensor, norm, norm)
+    return local.emit(aten.sqrt.default, local.emit(collectives.all_reduce, squares, "sum", local.axis))
+
+
+def _all_reduced(op: str, local: Local, norm: fx.Node) -> fx.Node:
+    return local.emit(collectives.all_reduce, norm, op, local.axis)
+
+
+_NORMS: dict[float, Callable[[Local, fx.Node], fx.Node]] = {
+    1: functools.partial(_all_reduced, "sum"),
+    2: _euclidean,
+    math.inf: functools.partial(_all_reduced, "max"),
+}
+
+_SUM = reduction(gives(PARTIAL), linear="all")
+_MEAN = reduction(_mean, linear="all")
+_KEPT = reduction()
+_ALONG_DIM = Entry(follow(apart_from("dim")))
+
+TABLE: dict[torch._ops.OpOverload, Entry] = {
+    aten.sum.default: _SUM,
+    aten.sum.dim_IntList: _SUM,
+    aten.nansum.default: reduction(gives(PARTIAL)),
+    aten.count_nonzero.dim_IntList: reduction(gives(PARTIAL)),
+    aten.mean.default: _MEAN,
+    aten.mean.dim: _MEAN,
+    aten.linalg_vector_norm.default: reduction(_norm),
+    aten.amax.default: reduction(_largest("max")),
+    aten.amin.default: reduction(_largest("min")),
+    aten.max.default: reduction(_largest("max")),
+    aten.min.default: reduction(_largest("min")),
+    aten.max.dim: _KEPT,
+    aten.min.dim: _KEPT,
+    aten.median.dim: _KEPT,
+    aten.prod.default: _KEPT,
+    aten.prod.dim_int: _KEPT,
+    aten.any.default: _KEPT,
+    aten.any.dim: _KEPT,
+    aten.any.dims: _KEPT,
+    aten.all.default: _KEPT,
+    aten.all.dim: _KEPT,
+    aten.all.dims: _KEPT,
+    aten.argmax.default: _KEPT,
+    aten.argmin.default: _KEPT,
+    aten.logsumexp.default: _KEPT,
+    aten.var.correction: _KEPT,
+    aten.var_mean.correction: _KEPT,
+    aten.std.correction: _KEPT,
+    aten.std_mean.correction: _KEPT,
+    aten.cumsum.default: Entry(follow(apart_from("dim"), "all")),
+    aten.cumprod.default: _ALONG_DIM,
+    aten.logcumsumexp.default: _ALONG_DIM,
+    aten.cummax.default: _ALONG_DIM,
+    aten.cummin.default: _ALONG_DIM,
+    aten.sort.default: _ALONG_DIM,
+    aten.sort.stable: _ALONG_DIM,
+    aten.topk.default: _ALONG_DIM,
+    aten.glu.default: _ALONG_DIM,
+    aten._softmax.default: _ALONG_DIM,
+    aten._safe_softmax.default: _ALONG_DIM,
+    aten._log_softmax.default: _ALONG_DIM,
+    aten._softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
+    aten._log_softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
+    aten.glu_backward.default: Entry(follow(apart_from("dim"), "first")),
+}

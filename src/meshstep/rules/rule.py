@@ -1,0 +1,152 @@
+"""What a sharding rule is: for one call of an op and ONE mesh axis, placements in and placements out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from ..ir.infer import infer
+from ..ir.program import call as append_call
+from ..ir.types import TensorType
+from ..layout import REPLICATE, shard_dim
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of an op, with a TensorType in place of each tensor.
+
+    Args:
+        op: The op, always a functional one.
+        arguments: Every argument by its name in the schema, in schema order, defaults filled in.
+        outputs: Types of the outputs, None where the op returns none; one for an op that returns a tensor.
+    """
+
+    op: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    outputs: tuple[TensorType | None, ...]
+
+    @classmethod
+    def of(cls, op: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
+        """Bind positional and keyword arguments (nodes or types) to the schema of `op`."""
+        arguments = {}
+        for i, argument in enumerate(op._schema.arguments):
+            default = argument.default_value if argument.has_default_value() else None
+            value = args[i] if i < len(args) else kwargs.get(argument.name, default)
+            arguments[argument.name] = _types(value)
+        return cls(op, arguments, outputs if isinstance(outputs, tuple) else (outputs,))
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument of this name."""
+        return self.arguments[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments that `tensors` belong to, one for each."""
+        found: list[str] = []
+        for name, value in self.arguments.items():
+            found.extend(name for v in (value if isinstance(value, (list, tuple)) else (value,)) if _is_type(v))
+        return tuple(found)
+
+    @property
+    def tensors(self) -> tuple[TensorType, ...]:
+        """The tensor arguments in schema order; those of a list one after another; a missing one is left out."""
+        found: list[TensorType] = []
+        for value in self.arguments.values():
+            found.extend(v for v in (value if isinstance(value, (list, tuple)) else (value,)) if _is_type(v))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Given inputs placed like this, the op on the local parts gives outputs placed like that.
+
+    Args:
+        inputs: One placement for each of `OpCall.tensors`.
+        outputs: One placement for each output; None where the op returns none.
+        local: Writes the local computation where it is more than the same op on smaller tensors.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+    local: Callable[[Local], tuple[fx.Node, ...]] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the table knows of one op.
+
+    Args:
+        rules: All rules that a call has, without regard to divisibility; `replicate` need not be among them.
+        localize: For a chosen rule and the number of ranks, the non-tensor arguments that change, by name
+            (a `size` that names the output's shape, say).
+    """
+
+    rules: Callable[[OpCall], Iterable[Rule]]
+    localize: Callable[[OpCall, Rule, int], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a local form works with.
+
+    Args:
+        graph: Where it appends its nodes, by `emit`.
+        call: The call in the view of the axis's whole, with types.
+        arguments: The call's arguments by name, with local nodes in place of tensors.
+        axis: Name of the mesh axis.
+        size: Number of ranks along it.
+        source: The user's line that the emitted nodes belong to.
+    """
+
+    graph: fx.Graph
+    call: OpCall
+    arguments: Mapping[str, Any]
+    axis: str
+    size: int
+    source: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument of this name, a node where it is a tensor."""
+        return self.arguments[name]
+
+    def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call with inferred type."""
+        return append_call(self.graph, op, args, kwargs, type=infer(op, args, kwargs), source=self.source)
+
+
+@lru_cache(maxsize=None)
+def tensor_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of all arguments of an op that are tensors or lists of them, optional ones too."""
+    return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
+
+
+def replicate(call: OpCall) -> Rule:
+    """The rule that every op has: all inputs whole, all outputs whole."""
+    return Rule((REPLICATE,) * len(call.tensors), tuple(o and REPLICATE for o in call.outputs))
+
+
+def divides(call: OpCall, rule: Rule, size: int) -> bool:
+    """Whether every shard that a rule speaks of is even, and every sharded dim is there."""
+    pairs = [*zip(call.tensors, rule.inputs, strict=True), *zip(call.outputs, rule.outputs, strict=True)]
+    return all(type_ is None or _fits(type_, placement, size) for type_, placement in pairs)
+
+
+def _fits(type_: TensorType, placement: Placement | None, size: int) -> bool:
+    dim = shard_dim(placement) if placement is not None else None
+    return dim is None or (dim < type_.ndim and type_.shape[dim] > 0 and type_.shape[dim] % size == 0)
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, TensorType)
+
+
+def _types(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return value.meta["type"]
+    return [_types(v) for v in value] if isinstance(value, (list, tuple)) else value

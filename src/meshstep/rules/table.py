@@ -1,0 +1,22 @@
+"""All that is known of PyTorch's ops, from the files that know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from . import attention, matmuls, norms, pointwise, reductions, views
+from .rule import Entry
+
+TABLE: Mapping[torch._ops.OpOverload, Entry] = MappingProxyType(
+    {
+        **pointwise.TABLE,
+        **views.TABLE,
+        **reductions.TABLE,
+        **matmuls.TABLE,
+        **norms.TABLE,
+        **attention.TABLE,
+    }
+)

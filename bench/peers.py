@@ -20,11 +20,11 @@ Step = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[Workload, nn.Module], nn.Module]
 
 
-def alone(work: Workload, model: nn.Module) -> nn.Module:  # noqa: ARG001 - the signature of a Wrap
+def alone(work: Workload, model: nn.Module) -> nn.Module:
     return model
 
 
-def ddp(work: Workload, model: nn.Module) -> nn.Module:  # noqa: ARG001 - the signature of a Wrap
+def ddp(work: Workload, model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 

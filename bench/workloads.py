@@ -119,29 +119,29 @@ def batches(
     return batch
 
 
-def token_batches(rows: int, vocab: int, length: int = 64) -> Callable[[int], Batch]:
-    return batches(lambda g: torch.randint(vocab, (rows, length), generator=g), lambda x: (x * 7 + 3) % vocab)
+def token_batches(rows: int, vocab: int) -> Callable[[int], Batch]:
+    return batches(lambda g: torch.randint(vocab, (rows, 64), generator=g), lambda x: (x * 7 + 3) % vocab)
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-3)
 WORKLOADS = {
     "gpt_example": Workload(
         gpt(),
-        token_batches(32, 256, 128),
+        token_batches(64, 256),
         gpt_blocks,
         adamw,
         clip=1.0,
         note="the model, batch and step of examples/train_gpt.py",
     ),
     "gpt_narrow": Workload(
-        gpt(width=64, layers=8, context=64, vocab=512),
+        gpt(width=64, layers=8, vocab=512),
         token_batches(4, 512),
         gpt_blocks,
         adamw,
         note="bound by overhead",
     ),
     "gpt_small": Workload(
-        gpt(width=128, layers=4, context=64, vocab=512),
+        gpt(width=128, layers=4, vocab=512),
         token_batches(16, 512),
         gpt_blocks,
         adamw,

@@ -60,14 +60,16 @@ def main() -> None:
         step = ms.compile(backend=args.backend)(train_step)
 
     training, held_out = read_texts()
-    exam = [t.to(world.device) for t in even_rows(held_out, 128, model.context)]
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.simulate or world}")
+    exam = [t.to(world.device) for t in even_rows(held_out, 256, model.context)]
+    ranks = args.simulate or f"{world.size} process(es)"
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {ranks}")
     say(f"{len(training):,} bytes of text to train on, {len(held_out):,} held out")
 
     generator = torch.Generator().manual_seed(args.seed)
     losses, scores, began = [], {}, time.monotonic()
     tokens = args.batch * model.context
-    with tqdm(total=args.steps * tokens, unit="tok", unit_scale=True, disable=world.rank > 0) as bar:
+    bar = tqdm(total=args.steps * tokens, unit="tok", unit_scale=True, mininterval=1, disable=world.rank > 0)
+    with bar:
         for i in range(1, args.steps + 1):
             rows = random_rows(training, args.batch, model.context, generator, world.rank, world.size)
             x, y = (t.to(world.device) for t in rows)  # this rank's own
@@ -105,7 +107,7 @@ def save(out: Path, model: GPT, losses: list[float], scores: dict[int, float], s
     print(f"{seconds:.0f} s; held-out loss {scores[len(losses)]:.3f} nats per byte; files in {out}/")
 
 
-def mesh_of(text: str) -> ms.Mesh:
+def mesh(text: str) -> ms.Mesh:
     """The mesh that `dp=4` or `dp=2,tp=2` names."""
     return ms.Mesh(**{axis: int(size) for axis, size in (part.split("=") for part in text.split(","))})
 
@@ -113,12 +115,12 @@ def mesh_of(text: str) -> ms.Mesh:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=32, help="rows of a batch, those of all ranks together")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a batch, those of all ranks together")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate at the end of the warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float64", action="store_true", help="to compare runs to the last digits")
     parser.add_argument("--backend", default="eager", help="eager, or inductor (wants a C++ compiler)")
-    parser.add_argument("--simulate", type=mesh_of, metavar="dp=4", help="play these ranks in one process")
+    parser.add_argument("--simulate", type=mesh, metavar="dp=4", help="play these ranks in one process")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for what the run leaves")
     return parser.parse_args()
 

@@ -1,0 +1,57 @@
+"""Compiles a single-device PyTorch train step into one program for a mesh of devices, and proves it equal."""
+
+from . import _torch
+from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
+from .errors import (
+    CaptureError,
+    CheckpointError,
+    InputError,
+    LayoutError,
+    MeshstepError,
+    PassError,
+    PlanError,
+    RankMismatchError,
+    RuleError,
+    VerifyError,
+)
+from .layout import Layout
+from .lowered import Lowered
+from .mesh import Mesh
+from .passes import Pass, Pipeline
+from .plan import named as plans
+from .plan.plan import Plan
+from .runtime.cache import CacheInfo
+from .runtime.world import World, init
+from .verification import Verification
+
+_torch.check_version()
+
+__version__ = "0.1.0"
+__all__ = [
+    "CacheInfo",
+    "CaptureError",
+    "CheckpointError",
+    "CompiledStep",
+    "InputError",
+    "Layout",
+    "LayoutError",
+    "Lowered",
+    "Mesh",
+    "MeshstepError",
+    "Pass",
+    "PassError",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "RankMismatchError",
+    "RuleError",
+    "SimulatedStep",
+    "Verification",
+    "VerifyError",
+    "World",
+    "compile",
+    "init",
+    "plans",
+    "simulate",
+    "verify",
+]

@@ -6,8 +6,8 @@ Tested: torch 2.13.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,10 +62,24 @@ def decompositions(ops: Iterable[Any]) -> dict[Any, Callable]:
     return dict(get_decompositions(list(ops)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def has_composite_kernel(op: Any) -> bool:
     """Whether an op is only a composition of others, so that `op.decompose` gives them."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def compile_with_inductor(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph of aten ops by Inductor, random numbers drawn as eager mode draws them."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad(), config.patch(fallback_random=True):
+        return compile_fx(module, list(inputs))
+
+
+def default_store() -> Any:
+    """The key-value store that the processes of the default group met at."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def next_sequence_number() -> int:
@@ -88,8 +102,10 @@ __all__ = [
     "UnsupportedOperatorException",
     "UnsupportedTorchError",
     "check_version",
+    "compile_with_inductor",
     "compiling",
     "decompositions",
+    "default_store",
     "has_composite_kernel",
     "next_sequence_number",
     "running_sequence_number",

@@ -1,15 +1,15 @@
 """Everything that meshstep raises on purpose.
 
-    MeshstepError
-      CaptureError        the Python cannot be captured (data-dependent value, unsupported input)
-      InputError          a call does not fit (wrong rows, dtype, missing argument, ranks disagree on a shape)
-      LayoutError         a placement that cannot be
-      PlanError           a plan that does not fit the program
-      RuleError           a rule that does not fit its op, or failed validation
-      PassError           a pass broke the program
-      RankMismatchError   ranks would run different programs
-      VerifyError         numbers differ
-      CheckpointError     missing, damaged or not fitting
+MeshstepError
+  CaptureError        the Python cannot be captured (data-dependent value, unsupported input)
+  InputError          a call does not fit (wrong rows, dtype, missing argument, ranks disagree on a shape)
+  LayoutError         a placement that cannot be
+  PlanError           a plan that does not fit the program
+  RuleError           a rule that does not fit its op, or failed validation
+  PassError           a pass broke the program
+  RankMismatchError   ranks would run different programs
+  VerifyError         numbers differ
+  CheckpointError     missing, damaged or not fitting
 """
 
 from __future__ import annotations

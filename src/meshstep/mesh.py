@@ -36,7 +36,9 @@ class Mesh:
         for axis, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InputError(
-                    f"axis {axis!r} has size {size!r}", at="Mesh(...)", hint="a whole number of ranks, at least 1"
+                    f"axis {axis!r} has size {size!r}",
+                    at="Mesh(...)",
+                    hint="a whole number of ranks, at least 1",
                 )
         object.__setattr__(self, "_sizes", dict(axes))
 

@@ -87,9 +87,7 @@ class Ref:
         if op in _RESHAPES:
             return emit(aten.reshape.default, (value, shape), {})
         if op not in _SCATTERS:
-            raise CaptureError(
-                f"an in-place change of a view made by {op}", hint="change a copy, or the tensor itself"
-            )
+            raise CaptureError(f"an in-place change of a view made by {op}", hint="change a copy, or the tensor itself")
         return _SCATTERS[op](emit, ref.parent.read(emit), value, args, ref.index)
 
 

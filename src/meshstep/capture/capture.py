@@ -13,7 +13,14 @@ from .._torch import FakeTensorMode, compiling
 from ..errors import CaptureError, InputError
 from ..ir.program import Program, Result, Slot, SlotKind, prune
 from ..mesh import Mesh
-from .places import ArgumentPlace, ConstantPlace, GradientPlace, HyperparameterPlace, OptimizerStatePlace, Place
+from .places import (
+    ArgumentPlace,
+    ConstantPlace,
+    GradientPlace,
+    HyperparameterPlace,
+    OptimizerStatePlace,
+    Place,
+)
 from .scalars import compute_scalars_in_float64
 from .state import Held, State, collect, hyperparameters, python_values, state_slot
 from .swap import fake_like, swapped
@@ -117,8 +124,7 @@ class _Capture:
         for held in self.state.held:
             self.fakes[id(held.tensor)] = self._input(held.slot, held.place, fake_like(held.tensor, self.mode))
         live = [
-            (slot, place, self._input(slot, place, self._number(place)))
-            for slot, place in hyperparameters(self.state)
+            (slot, place, self._input(slot, place, self._number(place))) for slot, place in hyperparameters(self.state)
         ]
         arguments = self._arguments(leaves, names, shapes)
         with swapped(self.state, self.fakes, live):

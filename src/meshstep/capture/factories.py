@@ -28,7 +28,11 @@ def _plain(op: Any) -> Callable[[Tensor, tuple, dict], Made]:
 
 
 _zero, _one = _full(lambda args: 0), _full(lambda args: 1)
-_empty, _rand, _randn = _plain(aten.empty.memory_format), _plain(aten.rand.default), _plain(aten.randn.default)
+_empty, _rand, _randn = (
+    _plain(aten.empty.memory_format),
+    _plain(aten.rand.default),
+    _plain(aten.randn.default),
+)
 _second, _third = _full(lambda args: args[1]), _full(lambda args: args[2])
 
 FACTORIES: dict[Any, Callable[[Tensor, tuple, dict], Made]] = {

@@ -58,9 +58,7 @@ def _is_for_tensors(chain: dict[fx.Node, None]) -> bool:
 def _scalars(program: Program) -> dict[fx.Node, None]:
     """The float32 nodes that are 0-d and depend on nothing else."""
     found = dict.fromkeys(
-        node
-        for slot, node in program.inputs
-        if slot.kind is SlotKind.OPTIMIZER_STATE and _is_scalar(node.meta["type"])
+        node for slot, node in program.inputs if slot.kind is SlotKind.OPTIMIZER_STATE and _is_scalar(node.meta["type"])
     )
     sources = found | dict.fromkeys(n for s, n in program.inputs if s.kind is SlotKind.HYPERPARAMETER)
     for node in program.graph.nodes:
@@ -130,4 +128,11 @@ class _Widening:
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         type_ = replace(node.meta["type"], dtype=dtype)
-        return call(self.graph, aten._to_copy.default, (node,), {"dtype": dtype}, type=type_, source=node.meta["source"])
+        return call(
+            self.graph,
+            aten._to_copy.default,
+            (node,),
+            {"dtype": dtype},
+            type=type_,
+            source=node.meta["source"],
+        )

@@ -24,7 +24,11 @@ from .places import (
 )
 
 LIVE = ("lr",)  # what a scheduler changes; read anew at every call
-DIFFERENT_KERNELS = {"foreach": False, "fused": False, "capturable": True}  # which kernel computes it is ours to say
+DIFFERENT_KERNELS = {
+    "foreach": False,
+    "fused": False,
+    "capturable": True,
+}  # which kernel computes it is ours to say
 FUSED = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad})
 
 

@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ from .._torch import (
 from ..errors import CaptureError
 from ..ir.infer import infer
 from ..ir.program import Slot, SlotKind, call, part
-from ..layout import Layout
 from ..ir.types import TensorType
 from ..ir.updates import UPDATES, Update
+from ..layout import Layout
 from .aliases import Base, Ref
 from .decompose import DECOMPOSITIONS
 from .factories import FACTORIES
@@ -102,7 +102,9 @@ class Tracer(TorchDispatchMode):
             ) from error
         except UnsupportedOperatorException as error:
             raise CaptureError(
-                f"{func} has no fake implementation", at=self._line or None, hint="torch.library.register_fake"
+                f"{func} has no fake implementation",
+                at=self._line or None,
+                hint="torch.library.register_fake",
             ) from error
 
     def _record(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -144,7 +146,10 @@ class Tracer(TorchDispatchMode):
             self._write(func, effects, args, kwargs, nodes, named, out)
         elif func in FACTORIES:
             target, arguments, options = FACTORIES[func](out, nodes, named)
-            self._bind(out, Ref(Base(), self._emit(target, arguments, options, TensorType.of(out)), TensorType.of(out)))
+            self._bind(
+                out,
+                Ref(Base(), self._emit(target, arguments, options, TensorType.of(out)), TensorType.of(out)),
+            )
         else:
             node = self._emit(func, nodes, named, _types(out))
             parent = self._ref(args[0]) if effects.is_view else None
@@ -302,14 +307,14 @@ class _Effects:
     out_only: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def _effects(func: Any) -> _Effects:
     written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return _Effects(tuple(a.name for a in written), aliased, bool(written) and all(a.kwarg_only for a in written))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _functional(func: Any) -> Any:
     """The op that returns what an in-place or `out=` op writes."""
     if func in _FUNCTIONAL:
@@ -325,7 +330,7 @@ def _functional(func: Any) -> Any:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def _foreach(func: Any) -> Any:
     """The op on one element of an op on lists of tensors; `None` for any other op."""
     namespace, name = func._schema.name.split("::")

@@ -4,10 +4,12 @@ from .factors import factor
 from .lookup import entry_of, is_known, localize, register, rules_for, unregister
 from .rule import Entry, Local, OpCall, Rule, replicate
 from .table import TABLE
+from .validator import Finding, validate
 
 __all__ = [
     "TABLE",
     "Entry",
+    "Finding",
     "Local",
     "OpCall",
     "Rule",
@@ -19,4 +21,5 @@ __all__ = [
     "replicate",
     "rules_for",
     "unregister",
+    "validate",
 ]

@@ -28,12 +28,24 @@ def _attention(spec: str, linear: Linear = ()) -> Entry:
     return Entry(rules)
 
 
-_GRADS = _QKV
-_SAVED = "bhSE,bhS"
+# Tensors of the random state and of ragged batches are the same on every rank.
+_GRADS = "bhSD,bhTD,bhTE"
 
 TABLE: dict[torch._ops.OpOverload, Entry] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(f"{_QKV},{_MASK}->{_SAVED}"),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(f"{_QKV},{_MASK}->bhSE,bhS"),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(
-        f"bhSE,{_QKV},{_SAVED},{_MASK}->{_GRADS}", "first"
+        f"bhSE,{_QKV},bhSE,bhS,{_MASK}->{_GRADS}", "first"
+    ),
+    aten._scaled_dot_product_flash_attention.default: _attention(f"{_QKV}->bhSE,bhS,=,=,=,=,=,=,="),
+    aten._scaled_dot_product_flash_attention_backward.default: _attention(
+        f"bhSE,{_QKV},bhSE,bhS,=,=,=,=->{_GRADS}", "first"
+    ),
+    aten._scaled_dot_product_efficient_attention.default: _attention(f"{_QKV},{_MASK}->bhSE,bhS,=,="),
+    aten._scaled_dot_product_efficient_attention_backward.default: _attention(
+        f"bhSE,{_QKV},{_MASK},bhSE,bhS,=,=->{_GRADS},{_MASK}", "first"
+    ),
+    aten._scaled_dot_product_cudnn_attention.default: _attention(f"{_QKV},{_MASK}->bhSE,bhS1,=,=,=,=,=,=,="),
+    aten._scaled_dot_product_cudnn_attention_backward.default: _attention(
+        f"bhSE,{_QKV},bhSE,bhS1,=,=,{_MASK},=,=->{_GRADS}", "first"
     ),
 }

@@ -29,7 +29,7 @@ def factor(spec: str, linear: Linear = ()) -> Rules:
             A capital letter, and `1`, are never sharded. `...` is any number of further factors. A tensor with
             fewer dims than its term has the last of them; a dim of size 1 against a larger one is broadcast;
             the term of a missing optional tensor is passed over. `+` marks a summand: it is itself a sum over the
-            ranks where the output is one.
+            ranks where the output is one. `=` is a tensor that has nothing to do with the factors.
         linear: See `partials`.
     """
 
@@ -121,6 +121,7 @@ class _Dims:
     type: TensorType | None
     labels: str
     summand: bool = False
+    apart: bool = False
 
     def size(self, letter: str) -> int:
         """Size of the dim that bears a letter; 1 if none does."""
@@ -137,6 +138,8 @@ def _bind(call: OpCall, spec: str) -> tuple[list[_Dims], list[_Dims]]:
 
 
 def _label(type_: TensorType | None, term: str, more: int) -> _Dims:
+    if term == "=":
+        return _Dims(type_, "", apart=True)
     labels = term.removeprefix("+").replace("...", _MORE[:more])
     missing = len(labels) - (type_.ndim if type_ else 0)
     assert missing >= 0, f"{type_} has more dims than the term {term!r}"
@@ -150,7 +153,7 @@ def _explicit(term: str) -> str:
 def _shard(letter: str, inputs: list[_Dims], outputs: list[_Dims]) -> Iterator[Rule]:
     if all(dims.size(letter) == 1 for dims in inputs):
         return
-    after = tuple(dims.type and _place(letter, dims, PARTIAL) for dims in outputs)
+    after = tuple(d.type and _place(letter, d, REPLICATE if d.apart else PARTIAL) for d in outputs)
     summed = PARTIAL in after
     before = (_place(letter, d, PARTIAL if d.summand and summed else REPLICATE) for d in inputs)
     yield Rule(tuple(before), after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .factors import Linear, factor, together
+from .factors import Linear, all_but_last, factor, follow, together
 from .rule import Entry
 
 aten = torch.ops.aten
@@ -14,6 +14,8 @@ def _added_to(*names: str) -> Linear:
     """Linear in `self` together with each of the factors."""
     return tuple(together("self", name) for name in names)
 
+
+_OF_EACH = Entry(follow(all_but_last(2)))  # of each matrix of a batch
 
 TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.mm.default: Entry(factor("mk,kn->mn", "each")),
@@ -30,4 +32,11 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.vdot.default: Entry(factor("k,k->", "each")),
     aten.addr.default: Entry(factor("+mn,m,n->mn", _added_to("vec1", "vec2"))),
     aten.embedding.default: Entry(factor("Vd,...->...d", "first")),
+    aten._linalg_det.default: _OF_EACH,
+    aten._linalg_eigh.default: _OF_EACH,
+    aten._linalg_slogdet.default: _OF_EACH,
+    aten._linalg_svd.default: _OF_EACH,
+    aten.linalg_cholesky_ex.default: _OF_EACH,
+    aten.linalg_inv_ex.default: _OF_EACH,
+    aten.linalg_qr.default: _OF_EACH,
 }

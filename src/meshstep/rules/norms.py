@@ -53,9 +53,12 @@ def _channels(call: OpCall, *wide: str) -> tuple:
 
 
 def _local_groups(call: OpCall, rule: Rule, size: int) -> Mapping[str, Any]:
-    if shard_dim(rule.inputs[0]) == 0:
-        return {"N": call["N"] // size}
-    return {"C": call["C"] // size, "group": call["group"] // size}
+    match shard_dim(rule.inputs[0]):
+        case 0:
+            return {"N": call["N"] // size}
+        case 1:
+            return {"C": call["C"] // size, "group": call["group"] // size}
+    return {}
 
 
 # ---- batch norm with statistics that are given

@@ -13,11 +13,13 @@ from .rule import Entry, OpCall, Rule
 aten = torch.ops.aten
 
 UNTAGGED = (
-    aten._to_copy.default, aten._conj.default, aten._prelu_kernel.default, aten.copy.default,
+    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default,
+    aten.complex.default, aten.copy.default,
     aten.elu_backward.default, aten.floor_divide.default, aten.hardshrink_backward.default,
     aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rsub.Tensor, aten.softplus_backward.default,
+    aten.log_sigmoid_backward.default, aten.log_sigmoid_forward.default, aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default, aten.rsub.Tensor,
+    aten.softplus_backward.default,
     aten.softshrink_backward.default, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 
@@ -28,6 +30,8 @@ LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
     aten.addcdiv.default: (together("self", "tensor1"),),
     aten.addcmul.default: (together("self", "tensor1"), together("self", "tensor2")),
     aten.clone.default: "all",
+    aten.complex.default: "all",
+    aten.copy.default: (together("src"),),
     aten.conj_physical.default: "all",
     aten.div.Scalar: "all",
     aten.div.Tensor: "first",
@@ -43,6 +47,7 @@ LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
     aten.sub.Tensor: "all",
     aten.where.self: (together("self", "other"),),
     # Backward ops of activations are linear in the incoming gradient.
+    aten._prelu_kernel_backward.default: "first",
     aten.elu_backward.default: "first",
     aten.gelu_backward.default: "first",
     aten.hardshrink_backward.default: "first",
@@ -50,6 +55,7 @@ LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
     aten.hardswish_backward.default: "first",
     aten.hardtanh_backward.default: "first",
     aten.leaky_relu_backward.default: "first",
+    aten.log_sigmoid_backward.default: "first",
     aten.logit_backward.default: "first",
     aten.mish_backward.default: "first",
     aten.sigmoid_backward.default: "first",
@@ -70,21 +76,20 @@ _LINEAR_AT_ZERO = {
 
 def pointwise(call: OpCall) -> Iterator[Rule]:
     """Each dim of the output, with the inputs that have it; then the linear ones."""
-    outputs = [o for o in call.outputs if o]
-    for dim in range(outputs[0].ndim):
-        yield _split(call, dim, outputs[0].shape)
+    shape = next((o.shape for o in call.outputs if o), ())
+    yield from (split(call, dim, shape) for dim in range(len(shape)))
     yield from partials(call, _linear(call))
 
 
-def _split(call: OpCall, dim: int, shape: tuple[int, ...]) -> Rule:
+def split(call: OpCall, dim: int, shape: tuple[int, ...]) -> Rule:
+    """One dim of the broadcast `shape`, on every input and output that has it."""
     from_right = len(shape) - dim
     inputs = (
-        shard(t.ndim - from_right)
-        if t.ndim >= from_right and t.shape[t.ndim - from_right] == shape[dim]
-        else REPLICATE
+        shard(t.ndim - from_right) if t.ndim >= from_right and t.shape[t.ndim - from_right] == shape[dim] else REPLICATE
         for t in call.tensors
     )
-    return Rule(tuple(inputs), tuple(o and shard(dim) for o in call.outputs))
+    outputs = (o and (shard(dim) if o.shape == shape else REPLICATE) for o in call.outputs)
+    return Rule(tuple(inputs), tuple(outputs))
 
 
 def _linear(call: OpCall) -> Linear:

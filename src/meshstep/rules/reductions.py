@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -69,23 +70,28 @@ def _largest(op: str) -> Across:
 
 def _mean(call: OpCall, dim: int) -> Iterator[Rule]:
     """The mean is the sum of the shards' means, each divided by the number of ranks."""
-    yield Rule((shard(dim),), (PARTIAL,), _share_of_mean)
+    yield Rule((shard(dim),), (PARTIAL,), share_of_mean)
 
 
-def _share_of_mean(local: Local) -> tuple[fx.Node, ...]:
-    mean = local.emit(local.call.op, **local.arguments)
+def share_of_mean(local: Local) -> tuple[fx.Node, ...]:
+    """A local form: what the op gives for this rank's shard, divided by the number of ranks."""
+    mean = local.again()
     return (local.emit(aten.div.Tensor, mean, local.size),)
 
 
 def _norm(call: OpCall, dim: int) -> Iterator[Rule]:
     """A norm over all ranks from the norms of the shards."""
-    if call["ord"] in _NORMS:
+    if _order(call.arguments) in _NORMS:
         yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms)
 
 
 def _norm_of_norms(local: Local) -> tuple[fx.Node, ...]:
-    norm = local.emit(local.call.op, **local.arguments)
-    return (_NORMS[local["ord"]](local, norm),)
+    norm = local.again()
+    return (_NORMS[_order(local.arguments)](local, norm),)
+
+
+def _order(arguments: Mapping[str, Any]) -> Any:
+    return arguments["ord"] if "ord" in arguments else arguments["p"]
 
 
 def _euclidean(local: Local, norm: fx.Node) -> fx.Node:
@@ -116,6 +122,8 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.mean.default: _MEAN,
     aten.mean.dim: _MEAN,
     aten.linalg_vector_norm.default: reduction(_norm),
+    aten.norm.Scalar: reduction(_norm),
+    aten.norm.ScalarOpt_dim: reduction(_norm),
     aten.amax.default: reduction(_largest("max")),
     aten.amin.default: reduction(_largest("min")),
     aten.max.default: reduction(_largest("max")),
@@ -152,5 +160,8 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten._log_softmax.default: _ALONG_DIM,
     aten._softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
     aten._log_softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
+    aten._fft_c2c.default: Entry(follow(apart_from("dim"), "all")),
+    aten._fft_c2r.default: Entry(follow(apart_from("dim"), "all")),
+    aten._fft_r2c.default: Entry(follow(apart_from("dim"), "all")),
     aten.glu_backward.default: Entry(follow(apart_from("dim"), "first")),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,15 +115,36 @@ class Local:
         """The argument of this name, a node where it is a tensor."""
         return self.arguments[name]
 
-    def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def again(self) -> fx.Node:
+        """Append the same op on this rank's arguments."""
+        args, kwargs = spelled(self.call.op, self.arguments)
+        return self.emit(self.call.op, *args, **kwargs)
+
+    def emit(self, op: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call with inferred type."""
         return append_call(self.graph, op, args, kwargs, type=infer(op, args, kwargs), source=self.source)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tensor_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of all arguments of an op that are tensors or lists of them, optional ones too."""
     return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
+
+
+def spelled(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments by name as positional and keyword ones, without those at the end that are as by default."""
+    schema = op._schema.arguments
+    args = [(a, arguments[a.name]) for a in schema if not a.kwarg_only]
+    while args and _is_default(*args[-1]):
+        args.pop()
+    named = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+    return tuple(v for _, v in args), {
+        a.name: named[a.name] for a in schema if a.name in named and not _is_default(a, named[a.name])
+    }
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument.has_default_value() and not isinstance(value, fx.Node) and value == argument.default_value
 
 
 def replicate(call: OpCall) -> Rule:

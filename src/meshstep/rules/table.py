@@ -7,7 +7,20 @@ from types import MappingProxyType
 
 import torch
 
-from . import attention, matmuls, norms, pointwise, reductions, views
+from . import (
+    attention,
+    collectives,
+    factories,
+    indexing,
+    losses,
+    matmuls,
+    norms,
+    pointwise,
+    reductions,
+    updates,
+    views,
+    vision,
+)
 from .rule import Entry
 
 TABLE: Mapping[torch._ops.OpOverload, Entry] = MappingProxyType(
@@ -18,5 +31,11 @@ TABLE: Mapping[torch._ops.OpOverload, Entry] = MappingProxyType(
         **matmuls.TABLE,
         **norms.TABLE,
         **attention.TABLE,
+        **indexing.TABLE,
+        **losses.TABLE,
+        **factories.TABLE,
+        **vision.TABLE,
+        **updates.TABLE,
+        **collectives.TABLE,
     }
 )

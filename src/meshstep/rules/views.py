@@ -110,6 +110,19 @@ def _repeated(call: OpCall) -> list[int | None]:
     return [dim - more if dim >= more and n == 1 else None for dim, n in enumerate(call["repeats"])]
 
 
+def _on_diagonal(call: OpCall) -> list[int | None]:
+    """`diag_embed`: the last dim becomes two."""
+    ndim = call.tensors[0].ndim + 1
+    fixed, kept = dims_of([call["dim1"], call["dim2"]], ndim), iter(range(ndim - 2))
+    return [None if d in fixed else next(kept) for d in range(ndim)]
+
+
+def _unfolded(call: OpCall) -> list[int | None]:
+    """`unfold_backward`: the windows, kept in the last dim, go back to where they are from."""
+    ndim = len(call["input_sizes"])
+    return [None if d == call["dim"] % ndim else d for d in range(ndim)]
+
+
 def _diagonal(call: OpCall) -> list[int | None]:
     return [*_without("dim1", "dim2")(call), None]
 
@@ -211,7 +224,9 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.unbind.int: _linear(_without("dim")),
     aten.diagonal.default: _linear(_diagonal),
     aten.diagonal_backward.default: _linear(_diagonal_of, "input_sizes"),
+    aten.diag_embed.default: _linear(_on_diagonal),
     aten.unfold.default: _linear(apart_from("dimension")),
+    aten.unfold_backward.default: _linear(_unfolded, "input_sizes"),
     aten.flip.default: _linear(apart_from("dims")),
     aten.roll.default: _linear(apart_from("dims")),
     aten.repeat.default: _linear(_repeated),
@@ -220,4 +235,6 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.cat.default: _linear(_joined),
     aten.stack.default: _linear(_added),
     aten.constant_pad_nd.default: Entry(_pad),
+    aten.view_as_complex.default: _linear(all_but_last(1)),
+    aten.view_as_real.default: _linear(all_but_last(0)),
 }

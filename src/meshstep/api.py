@@ -1,0 +1,331 @@
+"""`compile`, `simulate` and the steps they return. The only module that knows the order of the phases."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
+from .capture.capture import Captured, capture
+from .errors import InputError
+from .ir.program import Program
+from .ir.verifier import verify_program
+from .layout import Layout
+from .lowered import Lowered
+from .mesh import Mesh
+from .partition import partition
+from .passes import DEFAULT, Pipeline, lower
+from .passes.lower import AxisGroup
+from .plan.decide import decide, decided
+from .plan.named import data_parallel
+from .plan.plan import Plan
+from .runtime.agreement import agree_on_call, agree_on_program
+from .runtime.backends import Backend, build, check_backend
+from .runtime.cache import Cache, CacheInfo
+from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
+from .runtime.signature import Guards, Signature
+from .runtime.world import axis_groups, check_mesh, init
+from .verification import MakeArgs, Verification, compare
+
+OUTPUTS = ("local", "full", "dtensor")
+Executor = Callable[[list[Any], list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a step is compiled. See `compile`."""
+
+    mesh: Mesh | None = None
+    plan: Plan | None = None
+    inputs: Inputs | None = None
+    outputs: str = "local"
+    backend: Backend = "inductor"
+    passes: Pipeline | None = None
+
+
+class Step(ABC):
+    """A train step that is captured, planned and partitioned at its first call; call it like the function."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        """Keep the function; nothing is compiled yet."""
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+        self._signature = inspect.signature(function)
+        self._cache: Cache[Executor] = Cache()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step.
+
+        Returns:
+            What the function returns: whole where it is replicated (a loss), else as `outputs` says.
+
+        Raises:
+            CaptureError: The function cannot be captured.
+            InputError: The call does not fit.
+            PlanError: The plan does not fit the mesh or the program.
+            RankMismatchError: Ranks would run different programs.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        signature = Signature.of(call.spec, call.names, call.leaves)
+        found = self._cache.find(signature, call.leaves)
+        if isinstance(found, str):
+            executor, inputs = self._compile(call, signature, found)
+        else:
+            executor, inputs = found
+        return executor(call.leaves, inputs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Capture, plan and partition a call without running it; needs no process group, for any mesh size.
+
+        Args:
+            args: As for a call.
+            kwargs: As for a call.
+
+        Raises:
+            CaptureError: The function cannot be captured.
+            PlanError: The plan does not fit the mesh or the program.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        mesh = self._mesh()
+        captured, local, plan = self._partitioned(call, mesh)
+        groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
+        return Lowered(captured.program, local, plan, lower(local, groups))
+
+    def verify(self, *args: Any, steps: int = 5, **kwargs: Any) -> Verification:
+        """Compare the plain function with the compiled program on all virtual ranks; changes nothing of the caller's.
+
+        Args:
+            args: As for `simulate`: the GLOBAL batch. Every step sees the same one.
+            steps: Number of steps.
+            kwargs: Likewise.
+        """
+        simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
+        return compare(self._function, simulated, lambda i: (args, kwargs), steps)
+
+    def cache_info(self) -> CacheInfo:
+        """Hits and misses, and why each miss was one."""
+        return self._cache.info()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as given; `lower(...).plan` has the placement of every value."""
+        return self._options.plan or data_parallel()
+
+    def _options_for(self, mesh: Mesh) -> Options:
+        return Options(mesh, self.plan, self._options.inputs, passes=self._options.passes)
+
+    @abstractmethod
+    def _mesh(self) -> Mesh:
+        """The mesh, resolved."""
+
+    @abstractmethod
+    def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
+        """Layout and global shape of each leaf that is a tensor."""
+
+    @abstractmethod
+    def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
+        """What runs the program."""
+
+    def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
+        """See that all ranks make the same call."""
+
+    def _compile(self, call: Call, signature: Signature, reason: str) -> tuple[Executor, list[Any]]:
+        mesh = self._mesh()
+        self._agree(call, mesh, reason)
+        captured, local, _ = self._partitioned(call, mesh)
+        guards = Guards(captured)
+        inputs = guards.bind(call.leaves)
+        assert not isinstance(inputs, str), inputs
+        executor = self._executor(captured, local, inputs, call)
+        self._cache.add(signature, guards, executor, reason, self._function.__name__)
+        return executor, inputs
+
+    def _partitioned(self, call: Call, mesh: Mesh) -> tuple[Captured, Program, Plan]:
+        """All phases up to the local program."""
+        self.plan.check(mesh)
+        layouts, shapes = self._layouts(call, mesh)
+        captured = capture(self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh)
+        program, plans = captured.program, []
+        for axis in reversed(mesh.axes):
+            decision = decide(
+                program,
+                self.plan[axis],
+                placements_along(axis, call.names, layouts),
+                whole_outputs=self._options.outputs == "full",
+            )
+            plans.append(decided(self.plan[axis], decision))
+            program = partition(program, decision)
+        verify_program(program, by="partition")
+        return captured, (self._options.passes or DEFAULT)(program), Plan(tuple(reversed(plans)))
+
+
+class CompiledStep(Step):
+    """A step that runs on the processes of this run, each rank passing its own rows."""
+
+    _made = itertools.count()
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        """Number the step: all ranks make their steps in the same order."""
+        super().__init__(function, options)
+        self._topic = f"{function.__name__}/{next(self._made)}"
+
+    def _mesh(self) -> Mesh:
+        return self._options.mesh or Mesh(dp=init().size)
+
+    def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
+        layouts = argument_layouts(call, mesh, self.plan, self._options.inputs)
+        shapes = [
+            None if layout is None else layout.global_shape(leaf.shape, mesh)
+            for leaf, layout in zip(call.leaves, layouts, strict=True)
+        ]
+        return layouts, shapes
+
+    def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
+        check_mesh(mesh, init())
+        agree_on_call(f"{self._topic}/{self.cache_info().misses}", call.names, call.leaves, reason)
+
+    def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
+        agree_on_program(f"{self._topic}/{self.cache_info().misses}", local)
+        device = next((t.device.type for t in inputs), "cpu")
+        module = lower(local, axis_groups(local.mesh, device))
+        cold = captured.creates_state and self._options.backend == "inductor"  # runs once: not worth compiling
+        run = build("eager" if cold else self._options.backend, module, inputs)
+        wrap = dtensor_wrap(local.mesh, device) if self._options.outputs == "dtensor" else _as_it_is
+        return LocalExecutor(captured, local, run, wrap)
+
+
+class SimulatedStep(Step):
+    """A step that plays every rank of its mesh in this process; takes the GLOBAL batch, returns whole outputs."""
+
+    def _mesh(self) -> Mesh:
+        if self._options.mesh is None:
+            raise InputError("simulate needs a mesh", at="simulate(mesh=None)", hint="mesh=Mesh(dp=2)")
+        return self._options.mesh
+
+    def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
+        layouts = argument_layouts(call, mesh, self.plan, self._options.inputs, whole=True)
+        return layouts, [
+            None if layout is None else tuple(leaf.shape) for leaf, layout in zip(call.leaves, layouts, strict=True)
+        ]
+
+    def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
+        return SimulatedExecutor(captured, local)
+
+
+def _as_it_is(value: Any, layout: Layout) -> Any:
+    return value
+
+
+@overload
+def compile(function: Callable[..., Any], /) -> CompiledStep: ...  # noqa: A001
+@overload
+def compile(  # noqa: A001
+    *,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    inputs: Inputs | None = None,
+    outputs: str = "local",
+    backend: Backend = "inductor",
+    passes: Pipeline | None = None,
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:  # noqa: A001
+    """Compile a single-device train step into one program for a mesh of devices. A decorator, bare or with arguments.
+
+    Args:
+        function: The step: forward, loss, backward, clipping, optimizer, on whatever arguments it takes.
+        options: As keywords.
+
+            mesh: The ranks; None is all processes on one axis "dp".
+            plan: Where state and computation lie; None is `plans.data_parallel()`.
+            inputs: Layout of arguments by name or path; else a tensor with dims is this rank's rows of dim 0, and
+                anything else is the same on all ranks.
+            outputs: How what is sharded comes back: "local" rows, "full", or "dtensor".
+            backend: "inductor", "eager", or a callable of (GraphModule, example inputs) that returns a callable.
+            passes: A `Pipeline`; None is the default one.
+
+    Raises:
+        InputError: An option has a value that it cannot have.
+    """
+    return _decorator(CompiledStep, function, _options(options))
+
+
+def simulate(
+    function: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    plan: Plan | None = None,
+    inputs: Inputs | None = None,
+    passes: Pipeline | None = None,
+) -> SimulatedStep:
+    """As `compile`, but every rank of the mesh runs in this process, without a launcher.
+
+    The step takes the GLOBAL batch and returns whole outputs. A batch that does not divide evenly is computed
+    replicated, which is exact, with a line in the log.
+
+    Args:
+        function: The step.
+        mesh: The ranks.
+        plan: As for `compile`.
+        inputs: As for `compile`.
+        passes: As for `compile`.
+    """
+    return SimulatedStep(function, Options(mesh, plan, inputs, "full", "eager", passes))
+
+
+def _decorator(kind: type[CompiledStep], function: Callable[..., Any] | None, options: Options) -> Any:
+    return (lambda f: kind(f, options)) if function is None else kind(function, options)
+
+
+def _options(given: dict[str, Any]) -> Options:
+    try:
+        options = Options(**given)
+    except TypeError as error:
+        raise InputError(
+            str(error).split("__init__() ")[-1], at="compile(...)", hint=", ".join(Options.__slots__)
+        ) from None
+    check_backend(options.backend)
+    if options.outputs not in OUTPUTS:
+        raise InputError(
+            f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))
+        )
+    return options
+
+
+def verify(
+    function: Callable[..., Any],
+    make_args: MakeArgs,
+    *,
+    mesh: Mesh,
+    plan: Plan | None = None,
+    steps: int = 5,
+    dtype: torch.dtype | None = torch.float64,
+    backend: str = "eager",
+) -> Verification:
+    """Prove that the compiled step computes what the plain one does.
+
+    Runs the plain Python on one device, and the compiled program on all virtual ranks, and compares outputs,
+    parameters, buffers, gradients and optimizer state after every step.
+
+    Args:
+        function: The step.
+        make_args: Gives (args, kwargs) of step i, with the GLOBAL batch. Models and optimizers are taken from step 0
+            (copies of them: yours are not changed) and kept.
+        mesh: The ranks.
+        plan: As for `compile`.
+        steps: Number of steps.
+        dtype: What floating-point tensors are brought to; None leaves them as they are.
+        backend: Only "eager" can play several ranks in one process.
+
+    Raises:
+        InputError: `make_args` or `backend` is not as said.
+    """
+    if backend != "eager":
+        raise InputError(f"backend {backend!r} in verify", at="verify(backend=...)", hint='"eager"')
+    return compare(function, simulate(function, mesh=mesh, plan=plan), make_args, steps, dtype)

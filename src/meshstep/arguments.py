@@ -1,0 +1,140 @@
+"""The arguments of one call: bound to names, flattened, and given their layouts."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .capture.tree import Spec, flatten, paths, unflatten
+from .errors import InputError
+from .ir.program import Slot, SlotKind
+from .layout import REPLICATE, Layout, shard
+from .mesh import Mesh
+from .plan.plan import Plan
+
+log = logging.getLogger("meshstep")
+Inputs = Mapping[str, Layout | Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a step.
+
+    Args:
+        signature: The parameters of the function.
+        leaves: The leaves of the arguments.
+        names: Their paths.
+        spec: Puts them together.
+    """
+
+    signature: inspect.Signature
+    leaves: list[Any]
+    names: tuple[str, ...]
+    spec: Spec
+
+    def invoker(self, function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+        """Calls `function` with other leaves."""
+
+        def invoke(leaves: list[Any]) -> Any:
+            bound = self.signature.bind_partial()
+            bound.arguments.update(unflatten(leaves, self.spec))
+            return function(*bound.args, **bound.kwargs)
+
+        return invoke
+
+
+def bind_call(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
+    """Bind and flatten.
+
+    Raises:
+        InputError: An argument is missing or too much.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(str(error), at=f"step{signature}", hint="call it like the function") from None
+    leaves, spec = flatten(dict(bound.arguments))
+    return Call(signature, leaves, tuple(paths(spec)), spec)
+
+
+def argument_layouts(
+    call: Call, mesh: Mesh, plan: Plan, inputs: Inputs | None, *, whole: bool = False
+) -> list[Layout | None]:
+    """The layout of each leaf that is a tensor; None for any other leaf.
+
+    Args:
+        call: The call.
+        mesh: The mesh.
+        plan: Says which axes split the batch.
+        inputs: What the user says, by name or path.
+        whole: The leaves have global shape; one whose rows do not divide evenly is replicated.
+
+    Raises:
+        InputError: `inputs` names no argument.
+    """
+    _check_names(call, inputs or {})
+    batch = plan.batch_axes()
+    layouts = [
+        _layout(leaf, name, mesh, batch, inputs or {}) for leaf, name in zip(call.leaves, call.names, strict=True)
+    ]
+    return (
+        [_even(leaf, name, layout, mesh) for leaf, name, layout in zip(call.leaves, call.names, layouts, strict=True)]
+        if whole
+        else layouts
+    )
+
+
+def placements_along(axis: str, names: Sequence[str], layouts: Sequence[Layout | None]) -> dict[Slot, Placement]:
+    """The placement of each argument along one axis."""
+    return {
+        Slot(SlotKind.ARGUMENT, name): layout[axis]
+        for name, layout in zip(names, layouts, strict=True)
+        if layout is not None
+    }
+
+
+def _layout(leaf: Any, name: str, mesh: Mesh, batch: Sequence[str], inputs: Inputs) -> Layout | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    if isinstance(leaf, DTensor):
+        raise InputError(
+            "a DTensor argument", at=f"argument {name}", hint="pass x.to_local(), and its layout by inputs="
+        )
+    said = next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
+    if isinstance(said, Layout):
+        return Layout(tuple((axis, said[axis]) for axis in reversed(mesh.axes)))
+    rows = said if said is not None else shard(0) if leaf.ndim and not isinstance(leaf, nn.Parameter) else REPLICATE
+    return Layout(tuple((axis, rows if axis in batch else REPLICATE) for axis in reversed(mesh.axes)))
+
+
+def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh) -> Layout | None:
+    if layout is None or all(size % layout.splits(dim, mesh) == 0 for dim, size in enumerate(leaf.shape)):
+        return layout
+    log.warning("argument %s of shape %s does not divide over %s: computed replicated", name, list(leaf.shape), mesh)
+    return Layout(tuple((axis, REPLICATE) for axis, _ in layout.placements))
+
+
+def _prefixes(name: str) -> list[str]:
+    """`batch.ids[0]`, `batch.ids`, `batch`."""
+    ends = [i for i, c in enumerate(name) if c in ".["]
+    return [name, *(name[:i] for i in reversed(ends))]
+
+
+def _check_names(call: Call, inputs: Inputs) -> None:
+    known = {prefix for name in call.names for prefix in _prefixes(name)}
+    for name in inputs:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise InputError(
+                f"inputs= names {name!r}, which is no argument",
+                at=f"arguments {', '.join(call.names)}",
+                hint=repr(near[0]) if near else None,
+            )

@@ -1,0 +1,200 @@
+"""Rewrites a program for one mesh axis: from the axis's whole to one rank's part.
+
+Sharded values get their local shape, and where the placement that a producer gives differs from the one that a
+consumer's rule wants, a collective is inserted. For a mesh of several axes the same function is applied once per axis,
+inner axis first: the second application sees an ordinary program with smaller shapes and some collectives in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from .errors import RuleError
+from .ir import collectives
+from .ir.program import Program, call, is_part, part, producer
+from .ir.types import TensorType
+from .layout import REPLICATE, Layout, local_shape, placement_text, shard_dim
+from .plan.calls import Calls
+from .plan.decision import Decision
+from .rules import Local, Rule, localize
+
+
+def partition(program: Program, decision: Decision) -> Program:
+    """One rank's program along one axis.
+
+    Args:
+        program: A program not yet partitioned along `decision.axis`; not changed.
+        decision: The placements.
+
+    Returns:
+        A new program whose `axes` has one more axis.
+
+    Raises:
+        RuleError: A rule's local form gives other types than its placements say.
+    """
+    return _Partition(program, decision).run()
+
+
+class _Partition:
+    """The walk over one program."""
+
+    def __init__(self, program: Program, decision: Decision) -> None:
+        self.program, self.decision = program, decision
+        self.axis, self.size = decision.axis, program.mesh[decision.axis]
+        self.calls = Calls(program, self.size)
+        self.graph = fx.Graph()
+        self.local: dict[tuple[fx.Node, int], fx.Node] = {}  # by producer and index of its output
+        self.placed: dict[tuple[fx.Node, int], Placement] = {}
+        self.moved: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+        self.made: dict[fx.Node, fx.Node] = {}  # calls with several outputs, whose parts are made where they were
+
+    def run(self) -> Program:
+        inputs = iter(self.decision.inputs)
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, next(inputs))
+            elif is_part(node):
+                self._part(node)
+            elif node.op == "call_function":
+                self._call(node, self.decision.rules[node])
+        outputs = [
+            self._as(node, placement, f"output {result.name}")
+            for (result, node), placement in zip(self.program.outputs, self.decision.outputs, strict=True)
+        ]
+        self.graph.output(tuple(outputs))
+        return replace(self.program, graph=self.graph, axes=(*self.program.axes, self.axis))
+
+    def _input(self, node: fx.Node, placement: Placement) -> None:
+        new = self.graph.node_copy(node)
+        new.meta.update(
+            type=self._local_type(node.meta["type"], placement),
+            layout=self._layout(node.meta["layout"], placement),
+        )
+        self.local[node, 0], self.placed[node, 0] = new, placement
+
+    def _call(self, node: fx.Node, rule: Rule) -> None:
+        given = iter(rule.inputs)
+        arguments = {
+            argument.name: self._localized(
+                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name), given, node
+            )
+            for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+        }
+        for index, placement in enumerate(rule.outputs):
+            if placement is not None:
+                self.placed[node, index] = placement
+        if rule.local is not None:
+            self._local_form(node, rule, arguments)
+        else:
+            self._same_op(node, rule, arguments)
+
+    def _localized(self, value: Any, given: Any, user: fx.Node) -> Any:
+        if isinstance(value, fx.Node):
+            return self._as(value, next(given), user.name)
+        return [self._localized(v, given, user) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def _same_op(self, node: fx.Node, rule: Rule, arguments: dict[str, Any]) -> None:
+        changed = localize(self.calls.call(node), rule, self.size)
+        arguments |= changed
+        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        args = tuple(arguments[name] for name in names[: len(node.args)])
+        kwargs = {name: arguments[name] for name in names[len(node.args) :] if name in node.kwargs or name in changed}
+        types, layouts = node.meta["type"], node.meta["layout"]
+        if isinstance(types, tuple):
+            type_: Any = tuple(self._local_type(t, p) for t, p in zip(types, rule.outputs, strict=True))
+            layout: Any = tuple(self._layout(t, p) for t, p in zip(layouts, rule.outputs, strict=True))
+        else:
+            type_, layout = self._local_type(types, rule.outputs[0]), self._layout(layouts, rule.outputs[0])
+        new = call(
+            self.graph,
+            node.target,
+            args,
+            kwargs,
+            type=type_,
+            layout=layout,
+            source=node.meta["source"],
+            name=node.name,
+        )
+        new.meta.update({k: v for k, v in node.meta.items() if k not in new.meta})
+        if isinstance(types, tuple):
+            self.made[node] = new
+        else:
+            self.local[node, 0] = new
+
+    def _local_form(self, node: fx.Node, rule: Rule, arguments: dict[str, Any]) -> None:
+        assert rule.local is not None
+        form = Local(self.graph, self.calls.call(node), arguments, self.axis, self.size, node.meta["source"])
+        types, layouts = node.meta["type"], node.meta["layout"]
+        several = isinstance(types, tuple)
+        for index, new in enumerate(rule.local(form)):
+            placement = rule.outputs[index]
+            want = self._local_type(types[index] if several else types, placement)
+            if new.meta["type"] != want:
+                raise RuleError(
+                    f"the local form of {node.target} gives {new.meta['type']}, its rule says {want}",
+                    at=node.meta["source"] or None,
+                )
+            new.meta["layout"] = self._layout(layouts[index] if several else layouts, placement)
+            self.local[node, index] = new
+
+    def _part(self, node: fx.Node) -> None:
+        made, index = producer(node)
+        if made in self.made and (made, index) not in self.local:
+            self.local[made, index] = part(self.graph, self.made[made], index)
+
+    def _as(self, node: fx.Node, placement: Placement, user: str) -> fx.Node:
+        """The local value of a node, in the placement that a consumer wants."""
+        value = producer(node)
+        have = self.placed[value]
+        if have == placement:
+            return self.local[value]
+        key = (*value, placement)
+        if key not in self.moved:
+            why = f"%{node.name} is {placement_text(have)}, {user} needs {placement_text(placement)}"
+            self.moved[key] = self._redistribute(node, have, placement, why)
+        return self.moved[key]
+
+    def _redistribute(self, node: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
+        op, arguments = redistribution(have, want, self.axis, self.size)
+        new = call(
+            self.graph,
+            op,
+            (self.local[producer(node)], *arguments),
+            type=self._local_type(node.meta["type"], want),
+            layout=self._layout(node.meta["layout"], want),
+            source=node.meta["source"],
+        )
+        new.meta["why"] = why
+        return new
+
+    def _local_type(self, type_: TensorType | None, placement: Placement | None) -> Any:
+        if type_ is None or placement is None:
+            return type_
+        return type_.with_shape(local_shape(type_.shape, placement, self.axis, self.size))
+
+    def _layout(self, layout: Layout | None, placement: Placement | None) -> Any:
+        return layout.extended(self.axis, placement) if layout is not None and placement is not None else layout
+
+
+def redistribution(have: Placement, want: Placement, axis: str, size: int) -> tuple[Any, Sequence[Any]]:
+    """The collective that changes a placement, and its arguments after the value."""
+    source, target = shard_dim(have), shard_dim(want)
+    if isinstance(have, Partial):
+        if target is not None:
+            return collectives.reduce_scatter, (target, have.reduce_op, axis, size)
+        if want == REPLICATE:
+            return collectives.all_reduce, (have.reduce_op, axis)
+    elif source is not None:
+        if target is not None:
+            return collectives.all_to_all, (target, source, axis, size)
+        if want == REPLICATE:
+            return collectives.all_gather, (source, axis, size)
+    elif target is not None:
+        return collectives.axis_slice, (target, axis, size)
+    raise AssertionError(f"no collective makes {placement_text(want)} of {placement_text(have)}")

@@ -1,0 +1,36 @@
+"""What a plan comes to for one program and one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from ..ir.program import Program, producer
+from ..rules import Rule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """The placements of one axis.
+
+    Args:
+        axis: Name of the mesh axis.
+        inputs: Placement of each slot.
+        outputs: Placement of each result.
+        rules: The rule of each call.
+    """
+
+    axis: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    rules: Mapping[fx.Node, Rule]
+
+    def placement(self, program: Program, node: fx.Node) -> Placement | None:
+        """How the value of a node comes out of its producer."""
+        call, index = producer(node)
+        if call.op == "placeholder":
+            return self.inputs[program.placeholders.index(call)]
+        return self.rules[call].outputs[index]

@@ -1,0 +1,83 @@
+"""Ranks that would not do the same are told so, before any collective could hang."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, RankMismatchError
+from ..ir.printer import program_text
+from ..ir.program import Program
+from ..ir.types import TensorType
+from .world import exchange
+
+FIRST_CALL_S, LATER_CALL_S = 300.0, 20.0  # ranks start apart; later all are in the same step
+
+
+def agree_on_call(topic: str, names: Sequence[str], leaves: Sequence[Any], reason: str) -> None:
+    """See that all ranks pass tensors of the same types.
+
+    Args:
+        topic: Of this step and compilation, the same on all ranks.
+        names: Paths of the arguments.
+        leaves: The arguments.
+        reason: Why this rank compiles.
+
+    Raises:
+        InputError: A rank passes other rows or another dtype.
+        RankMismatchError: A rank does not compile now.
+    """
+    ours = {n: str(TensorType.of(leaf)) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+    first = reason == "first call"
+    said = exchange(f"{topic}/call", json.dumps(ours), FIRST_CALL_S if first else LATER_CALL_S)
+    absent = [rank for rank, message in enumerate(said) if message is None]
+    if absent:
+        raise RankMismatchError(
+            f"{_ranks(absent)} did not come along when this rank compiled the step again",
+            at=f"{topic.split('/')[0]}: {reason}",
+            hint="pass equally many rows, equal dtypes and equal Python values on all ranks in every step",
+        )
+    heard = [json.loads(message or "{}") for message in said]
+    for name in ours:
+        passed = [types.get(name, "nothing") for types in heard]
+        if len(set(passed)) > 1:
+            text = ", ".join(f"rank {rank}: {type_}" for rank, type_ in enumerate(passed))
+            raise InputError(
+                "ranks pass tensors of different types",
+                at=f"argument {name}  ({text})",
+                hint="equally many rows and the same dtype on every rank: drop or pad the last rows of the data set",
+            )
+
+
+def agree_on_program(topic: str, program: Program) -> None:
+    """See that all ranks run the same program.
+
+    Raises:
+        RankMismatchError: They would not; names the ranks and the first line that differs.
+    """
+    text = f"torch {torch.__version__}\n{program_text(program)}"
+    digests = exchange(f"{topic}/digest", hashlib.sha256(text.encode()).hexdigest(), FIRST_CALL_S)
+    if len(set(digests)) == 1:
+        return
+    absent = [rank for rank, digest in enumerate(digests) if digest is None]
+    if absent:
+        raise RankMismatchError(f"{_ranks(absent)} did not compile the step", at=topic.split("/")[0])
+    texts = exchange(f"{topic}/text", text, LATER_CALL_S)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    lines = difflib.ndiff((texts[0] or "").splitlines(), (texts[other] or "").splitlines())
+    changed = [line.strip() for line in lines if line[0] in "-+"][:2]
+    raise RankMismatchError(
+        f"ranks 0 and {other} would run different programs",
+        at="\n       ".join([topic.split("/")[0], *changed]),
+        hint="the same Python flags and the same model on all ranks",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,116 @@
+"""What runs a lowered graph: FX's generated Python, Inductor, or any callable of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import compile_with_inductor
+from ..errors import InputError
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+Runner = Callable[..., Any]
+Backend = str | Callable[[fx.GraphModule, Sequence[Tensor]], Runner]
+
+
+def build(backend: Backend, module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
+    """A callable that takes the module's inputs and returns its outputs.
+
+    Args:
+        backend: `"eager"`, `"inductor"`, or a callable of (graph module, example inputs).
+        module: The lowered graph.
+        inputs: The inputs of the first run.
+
+    Raises:
+        InputError: There is no such backend.
+    """
+    check_backend(backend)
+    if callable(backend):
+        return backend(module, inputs)
+    return _eager(module) if backend == "eager" else _inductor(module, inputs)
+
+
+def check_backend(backend: Backend) -> None:
+    """See that there is such a backend.
+
+    Raises:
+        InputError: There is not.
+    """
+    if not callable(backend) and backend not in ("eager", "inductor"):
+        raise InputError(
+            f"no backend {backend!r}", at="compile(backend=...)", hint='"eager", "inductor", or a callable'
+        )
+
+
+def _eager(module: fx.GraphModule) -> Runner:
+    reused = fx.GraphModule(module, fx.Graph(), class_name=type(module).__name__)
+    graph = reused.graph
+    output = graph.graph_copy(module.graph, {}, return_output_node=False)
+    graph.output(output)
+    _reduce_in_place(graph)
+    graph.set_codegen(fx.graph.CodeGen())
+    reused.recompile()
+    return reused.forward
+
+
+def _reduce_in_place(graph: fx.Graph) -> None:
+    """Reduce a bucket where it lies: nobody else reads it."""
+    for node in graph.nodes:
+        if node.target is c10d.all_reduce.default:
+            bucket = node.args[0]
+            if bucket.target is aten.cat.default and len(bucket.users) == 1:
+                node.target = c10d.all_reduce_.default
+
+
+def _inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
+    """The computation by Inductor; the optimizer's in-place kernels stay PyTorch's own, which are faster."""
+    body, tail, passed = split_tail(module)
+    compiled = compile_with_inductor(body, inputs)
+    if tail is None:
+        return compiled
+    run_tail = tail.forward
+
+    def run(*args: Tensor) -> Any:
+        found = compiled(*args)
+        run_tail(*args, *found[-passed:] if passed else ())
+        return found[: len(found) - passed]
+
+    return run
+
+
+def split_tail(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None, int]:
+    """The computation, and the in-place kernels on lists after it.
+
+    Returns:
+        The body, which returns the outputs and then what the tail needs; the tail, which takes the inputs and then
+        that (None if there are no such kernels); how many values that is.
+    """
+    nodes = list(module.graph.nodes)
+    kernels = [node for node in nodes if _is_list_kernel(node)]
+    if not kernels:
+        return module, None, 0
+    needed = dict.fromkeys(n for k in kernels for n in k.all_input_nodes if n.op != "placeholder")
+    body, tail = fx.Graph(), fx.Graph()
+    in_body: dict[fx.Node, fx.Node] = {}
+    in_tail = {n: tail.placeholder(n.name) for n in nodes if n.op == "placeholder"}
+    in_tail |= {n: tail.placeholder(n.name) for n in needed}
+    for node in nodes:
+        if node in kernels:
+            tail.node_copy(node, in_tail.__getitem__)
+        elif node.op != "output":
+            in_body[node] = body.node_copy(node, in_body.__getitem__)
+    outputs: Any = nodes[-1].args[0]
+    body.output(tuple(in_body[n] for n in (*outputs, *needed)))
+    tail.output(())
+    return fx.GraphModule(module, body), fx.GraphModule(module, tail), len(needed)
+
+
+def _is_list_kernel(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    first = target._schema.arguments[0] if target._schema.arguments else None
+    return target._schema.is_mutable and first is not None and str(first.type) == "List[Tensor]"

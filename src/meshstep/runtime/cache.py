@@ -1,0 +1,89 @@
+"""The compiled programs of one step."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from .signature import Guards, Signature
+
+log = logging.getLogger("meshstep")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """How often calls found their program.
+
+    Args:
+        hits: Calls that found one.
+        misses: Calls that had to compile.
+        size: Programs held now.
+        maxsize: Programs held at most.
+        reasons: Why each miss was one, in order.
+    """
+
+    hits: int
+    misses: int
+    size: int
+    maxsize: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[T]):
+    """One program and what it needs."""
+
+    signature: Signature
+    guards: Guards
+    program: T
+
+
+@dataclass(slots=True)
+class Cache(Generic[T]):
+    """Programs by signature; the one used longest ago goes first when it is full.
+
+    Args:
+        maxsize: Programs held at most.
+    """
+
+    maxsize: int = 32
+    _entries: list[Entry[T]] = field(default_factory=list)
+    _hits: int = 0
+    _reasons: list[str] = field(default_factory=list)
+
+    def find(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Tensor]] | str:
+        """The program that fits and its inputs, or why none does."""
+        reason = "first call"
+        for entry in reversed(self._entries):
+            if entry.signature != signature:
+                if reason == "first call":
+                    reason = signature.difference(entry.signature)
+                continue
+            bound = entry.guards.bind(leaves)
+            if not isinstance(bound, str):
+                self._hits += 1
+                self._touch(entry)
+                return entry.program, bound
+            reason = bound
+        return reason
+
+    def add(self, signature: Signature, guards: Guards, program: T, reason: str, name: str) -> None:
+        """Keep a program that was compiled because of `reason`."""
+        if len(self._entries) >= self.maxsize:
+            self._entries.pop(0)
+        self._entries.append(Entry(signature, guards, program))
+        self._reasons.append(reason)
+        log.info("%s: compiled program %d (%s)", name, len(self._reasons), reason)
+
+    def info(self) -> CacheInfo:
+        """Counts so far."""
+        return CacheInfo(self._hits, len(self._reasons), len(self._entries), self.maxsize, tuple(self._reasons))
+
+    def _touch(self, entry: Entry[T]) -> None:
+        if self._entries[-1] is not entry:
+            self._entries.remove(entry)
+            self._entries.append(entry)

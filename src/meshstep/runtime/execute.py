@@ -1,0 +1,127 @@
+"""Runs a compiled program on the tensors of one call and puts the results where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..capture.capture import Captured
+from ..capture.places import GradientPlace, OptimizerStatePlace
+from ..capture.tree import unflatten
+from ..ir.program import Program
+from ..layout import Layout
+from ..mesh import Mesh
+from ..passes.lower import kept_results
+from .backends import Runner
+from .simulate import gather, run_ranks, scatter
+
+Wrap = Callable[[Tensor, Layout], Any]
+
+
+class LocalExecutor:
+    """This rank's part of a step, by a backend.
+
+    Args:
+        captured: The captured step.
+        program: Its local program.
+        run: The lowered program.
+        wrap: Makes what the user gets of a result and its layout.
+    """
+
+    def __init__(self, captured: Captured, program: Program, run: Runner, wrap: Wrap) -> None:
+        """Note which results the lowered program returns."""
+        self._captured, self._run, self._wrap = captured, run, wrap
+        self._kept = kept_results(program)
+        self._layouts = [node.meta["layout"] for _, node in program.outputs]
+
+    def __call__(self, leaves: list[Any], inputs: list[Tensor]) -> Any:
+        """Run one step.
+
+        Args:
+            leaves: The leaves of the arguments.
+            inputs: The tensor of each slot.
+
+        Returns:
+            What the user's function returns.
+        """
+        with torch.no_grad():
+            found = self._run(*inputs)
+        results = dict(zip(self._kept, found, strict=True))
+        _create_state(self._captured, leaves, results)
+        return _returned(self._captured, {i: self._wrap(t, self._layouts[i]) for i, t in results.items()})
+
+
+class SimulatedExecutor:
+    """All ranks of a mesh in this process, on whole tensors.
+
+    Args:
+        captured: The captured step.
+        program: Its local program.
+    """
+
+    def __init__(self, captured: Captured, program: Program) -> None:
+        """Note the layouts."""
+        self._captured, self._program = captured, program
+        self._inputs = [node.meta["layout"] for node in program.placeholders]
+        self._outputs = [(str(result), node.meta["layout"]) for result, node in program.outputs]
+
+    def __call__(self, leaves: list[Any], inputs: list[Tensor]) -> Any:
+        """Run one step: scatter, run every rank, gather, write the state."""
+        mesh = self._program.mesh
+        parts = [scatter(t.detach(), layout, mesh) for t, layout in zip(inputs, self._inputs, strict=True)]
+        found = run_ranks(self._program, [[p[rank] for p in parts] for rank in range(mesh.size)])
+        results = {
+            i: gather([ranks[i] for ranks in found], layout, mesh, name)
+            for i, (name, layout) in enumerate(self._outputs)
+        }
+        self._write(leaves, inputs, results)
+        return _returned(self._captured, results)
+
+    def _write(self, leaves: list[Any], inputs: Sequence[Tensor], results: dict[int, Tensor]) -> None:
+        held = dict(zip(self._program.slots, inputs, strict=True))
+        writes = [
+            (held[result.slot], results[i].clone())
+            for i, result in enumerate(self._program.results)
+            if result.slot is not None and result.slot in held
+        ]
+        with torch.no_grad():
+            for tensor, value in writes:
+                tensor.copy_(value)
+        created = {i: t for i, t in results.items() if self._program.results[i].slot not in held}
+        _create_state(self._captured, leaves, created)
+
+
+def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -> None:
+    """Optimizer state and gradients that did not exist before; equal values get storage of their own."""
+    storages: set[int] = set()
+    for index, value in results.items():
+        place = captured.targets[index]
+        if not isinstance(place, (OptimizerStatePlace, GradientPlace)):
+            continue
+        storage = value.untyped_storage().data_ptr()
+        shared = storage in storages and value.numel() > 0
+        storages.add(storage)
+        place.create(leaves, value.clone() if shared and isinstance(place, OptimizerStatePlace) else value)
+    for gradient in captured.cleared:
+        gradient.create(leaves, None)
+    for place, fixed in captured.python_state:
+        place.create(leaves, fixed)
+
+
+def _returned(captured: Captured, results: dict[int, Any]) -> Any:
+    values = [leaf.value if leaf.result is None else results[leaf.result] for leaf in captured.returned]
+    return unflatten(values, captured.returned_spec)
+
+
+def dtensor_wrap(mesh: Mesh, device_type: str) -> Wrap:
+    """Gives results as DTensors."""
+    devices = mesh.device_mesh(device_type)
+
+    def wrap(value: Tensor, layout: Layout) -> DTensor:
+        return DTensor.from_local(value, devices, [layout[axis] for axis in mesh.axes], run_check=False)
+
+    return wrap

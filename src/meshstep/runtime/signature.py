@@ -1,0 +1,142 @@
+"""What a call must have in common with a compiled program, and what to say when it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..capture.capture import Captured
+from ..capture.places import GradientPlace
+from ..capture.state import frozen_hyperparameters
+from ..capture.tree import Spec
+from ..ir.program import SlotKind
+from ..ir.types import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The arguments of a call, hashable: structure, types of tensors, Python values, identities of objects.
+
+    Args:
+        spec: Structure of the arguments.
+        names: Path of each leaf.
+        leaves: What is compared of each leaf.
+        grad_enabled: Whether gradients were enabled around the call.
+    """
+
+    spec: Spec
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    grad_enabled: bool
+
+    @classmethod
+    def of(cls, spec: Spec, names: Sequence[str], leaves: Sequence[Any]) -> Signature:
+        """The signature of a call."""
+        return cls(spec, tuple(names), tuple(map(_compared, leaves)), torch.is_grad_enabled())
+
+    def difference(self, other: Signature) -> str:
+        """What differs, for the log."""
+        if self.spec != other.spec:
+            return "the arguments have another structure"
+        for name, ours, theirs in zip(self.names, self.leaves, other.leaves, strict=True):
+            if ours != theirs:
+                return f"argument {name} was {_text(theirs)}, is {_text(ours)}"
+        return "gradients are enabled" if self.grad_enabled else "gradients are disabled"
+
+
+def _compared(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (TensorType.of(leaf), leaf.requires_grad, type(leaf))
+    if isinstance(leaf, (nn.Module, Optimizer)):
+        return _Same(leaf)
+    return _value(leaf)
+
+
+def _value(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return _Same(leaf)
+    return (type(leaf), leaf)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """An object that is compared by identity, and kept alive so that its identity is not reused."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _text(compared: Any) -> str:
+    if isinstance(compared, _Same):
+        return f"another {type(compared.value).__name__}"
+    first = compared[0]
+    return str(first) if isinstance(first, TensorType) else repr(compared[1])
+
+
+class Guards:
+    """The state that a program was compiled for: read at every call, and compared while it is read.
+
+    Args:
+        captured: The capture.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        """Note what must stay as it is."""
+        state = captured.state
+        self._modes = [(module, module.training) for module in state.submodules()]
+        self._numbers = [(optimizer, frozen_hyperparameters(optimizer)) for _, optimizer in state.optimizers]
+        self._entries = [(optimizer, _count(optimizer)) for _, optimizer in state.optimizers]
+        with_gradient = {h.slot.name for h in state.held if h.slot.kind is SlotKind.GRADIENT}
+        self._gradients = [(GradientPlace(h.place), h.slot.name in with_gradient) for h in state.parameters()]
+        self._names = [str(slot) for slot in captured.program.slots]
+        self._places = captured.places
+        held = {str(h.slot): (TensorType.of(h.tensor), h.tensor.requires_grad) for h in state.held}
+        self._wanted = [held.get(name) for name in self._names]
+        self._seen: list[Any] = [None] * len(self._places)
+
+    def bind(self, leaves: list[Any]) -> list[Tensor] | str:
+        """The tensor of each slot now, or why the program does not fit."""
+        for module, training in self._modes:
+            if module.training is not training:
+                return f"{type(module).__name__} is in {'train' if module.training else 'eval'} mode"
+        for optimizer, numbers in self._numbers:
+            if frozen_hyperparameters(optimizer) != numbers:
+                return f"{type(optimizer).__name__} has other hyper-parameters"
+        for optimizer, count in self._entries:
+            if _count(optimizer) != count:
+                return f"{type(optimizer).__name__} has state now" if count == 0 else "the optimizer has other state"
+        for place, present in self._gradients:
+            if (place.read(leaves) is not None) is not present:
+                return "parameters have gradients now" if not present else "parameters have no gradients now"
+        return self._tensors(leaves)
+
+    def _tensors(self, leaves: list[Any]) -> list[Tensor] | str:
+        tensors: list[Any] = [place.read(leaves) for place in self._places]
+        seen, wanted = self._seen, self._wanted
+        for i, tensor in enumerate(tensors):
+            want = wanted[i]
+            if want is None:
+                continue
+            if tensor is not seen[i]:
+                if not isinstance(tensor, Tensor) or TensorType.of(tensor) != want[0]:
+                    return f"{self._names[i]} has another type"
+                seen[i] = tensor
+            if tensor.requires_grad is not want[1]:
+                return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"
+        return tensors
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(map(len, optimizer.state.values()))

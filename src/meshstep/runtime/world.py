@@ -1,0 +1,120 @@
+"""The processes of this run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .._torch import default_store
+from ..errors import InputError
+from ..mesh import Mesh
+from ..passes.lower import AxisGroup
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all.
+
+    Args:
+        rank: Its number.
+        size: How many there are.
+        device: Where its tensors live.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        """`rank 0 of 2 on cpu`."""
+        return f"rank {self.rank} of {self.size} on {self.device}"
+
+
+def init() -> World:
+    """Join the other processes, as the launcher's environment says; without a launcher, a world of one.
+
+    Under `torchrun` the process group is set up with nccl on GPUs and gloo else, unless it is up already.
+    """
+    device = _device()
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return world()
+
+
+def world() -> World:
+    """The processes as they are now."""
+    if not dist.is_initialized():
+        return World(0, 1, _device())
+    return World(dist.get_rank(), dist.get_world_size(), _device())
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def axis_groups(mesh: Mesh, device_type: str) -> Mapping[str, AxisGroup]:
+    """The process group of each axis of a mesh over all ranks.
+
+    Raises:
+        InputError: The mesh has another number of ranks than there are processes.
+    """
+    here = world()
+    check_mesh(mesh, here)
+    if not dist.is_initialized():
+        return {axis: AxisGroup("", 1, 0) for axis in mesh}
+    devices, place = mesh.device_mesh(device_type), mesh.coordinate(here.rank)
+    return {axis: AxisGroup(devices.get_group(axis).group_name, mesh[axis], place[axis]) for axis in mesh}
+
+
+def check_mesh(mesh: Mesh, here: World) -> None:
+    """See that a mesh has as many ranks as there are processes.
+
+    Raises:
+        InputError: It has not.
+    """
+    if mesh.size != here.size:
+        raise InputError(
+            f"the mesh has {mesh.size} ranks, and {here.size} process{'es run' if here.size > 1 else ' runs'}",
+            at=f"{mesh!r}, {here}",
+            hint=f"torchrun --nproc-per-node {mesh.size}, or meshstep.simulate to run all ranks in one process",
+        )
+
+
+def exchange(topic: str, message: str, timeout: float) -> list[str | None]:
+    """Tell all ranks something and hear what they say, through the store: no collective that could hang.
+
+    Args:
+        topic: The same on all ranks, never used before.
+        message: What this rank says.
+        timeout: Seconds to wait for the others, all together.
+
+    Returns:
+        The message of each rank; None for one that said nothing in time.
+    """
+    here = world()
+    if here.size == 1:
+        return [message]
+
+    store, deadline = default_store(), time.monotonic() + timeout
+    store.set(f"meshstep/{topic}/{here.rank}", message)
+    heard: list[str | None] = []
+    for rank in range(here.size):
+        key = f"meshstep/{topic}/{rank}"
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait([key], datetime.timedelta(seconds=left))
+        except dist.DistStoreError:
+            heard.append(None)
+        else:
+            heard.append(store.get(key).decode())
+    return heard

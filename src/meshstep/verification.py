@@ -1,0 +1,168 @@
+"""Does the compiled program compute what the plain step computes?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .capture.state import collect
+from .capture.tree import flatten, paths, unflatten
+from .errors import InputError
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest element, at least to 1
+MakeArgs = Callable[[int], tuple[tuple, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a comparison found.
+
+    Args:
+        steps: Steps compared.
+        values: Tensors compared in each step, by what they are.
+        max_error: Greatest difference, relative to the largest element of the value (at least to 1).
+        tolerance: What is allowed.
+        first_divergence: The first value that differs by more; None if there is none.
+    """
+
+    steps: int
+    values: Mapping[str, int]
+    max_error: float
+    tolerance: float
+    first_divergence: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return self.first_divergence is None
+
+    def __str__(self) -> str:
+        """One line."""
+        counted = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in self.values.items())
+        found = "equal" if self.ok else f"DIFFERENT at {self.first_divergence}"
+        return f"{found}: max error {self.max_error:.1e} over {self.steps} steps ({counted} a step)"
+
+
+def compare(
+    plain: Callable[..., Any],
+    compiled: Callable[..., Any],
+    make_args: MakeArgs,
+    steps: int,
+    dtype: torch.dtype | None = None,
+) -> Verification:
+    """Run both on equal arguments and compare everything after every step.
+
+    Args:
+        plain: The function.
+        compiled: The step made of it; takes and returns whole tensors.
+        make_args: Arguments of step i, as (args, kwargs). Modules and optimizers of step 0 are kept.
+        steps: Number of steps, at least 1.
+        dtype: Floating-point tensors are brought to it first; None leaves them.
+    """
+    ours, theirs = _Side(make_args(0), dtype), _Side(make_args(0), dtype)
+    worst, first, values = 0.0, None, dict[str, int]()
+    for i in range(steps):
+        later = None if i == 0 else make_args(i)
+        random = torch.get_rng_state()
+        want = ours.run(plain, later)
+        torch.set_rng_state(random)
+        found = theirs.run(compiled, later)
+        values = _counted(want)
+        for name in dict.fromkeys((*want, *found)):
+            error = _error(found.get(name), want.get(name))
+            worst = max(worst, error)
+            if error > _tolerance(dtype, want) and first is None:
+                first = f"step {i}, {name} (by {error:.1e})"
+    return Verification(steps, values, worst, _tolerance(dtype, want), first)
+
+
+class _Side:
+    """One of the two runs: modules and optimizers of its own, kept over the steps."""
+
+    def __init__(self, first: Any, dtype: torch.dtype | None) -> None:
+        if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict)):
+            raise InputError(
+                f"make_args returned {type(first).__name__}",
+                at="verify(make_args=...)",
+                hint="return (args, kwargs), as in (model, optimizer, x), {}",
+            )
+        self.dtype = dtype
+        leaves, self.spec = flatten(copy.deepcopy(first))
+        self.leaves = [_cast(leaf, dtype) for leaf in leaves]
+        self.names = paths(self.spec)
+
+    def run(self, function: Callable[..., Any], later: Any) -> dict[str, Tensor]:
+        """One step; every tensor after it, by name."""
+        if later is not None:
+            new, spec = flatten(later)
+            if spec != self.spec:
+                raise InputError(
+                    "make_args returned another structure",
+                    at="verify(make_args=...)",
+                    hint="the same in every step",
+                )
+            self.leaves = [
+                old if isinstance(old, (nn.Module, Optimizer, nn.Parameter)) else _cast(copy.deepcopy(leaf), self.dtype)
+                for old, leaf in zip(self.leaves, new, strict=True)
+            ]
+        args, kwargs = unflatten(self.leaves, self.spec)
+        returned, spec = flatten(function(*args, **kwargs))
+        found = {
+            f"output {n or 'value'}": t for n, t in zip(paths(spec), returned, strict=True) if isinstance(t, Tensor)
+        }
+        found |= {str(held.slot): held.tensor for held in collect(self.leaves, self.names).held}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return leaf
+    if isinstance(leaf, nn.Module):
+        return leaf.to(dtype)
+    if isinstance(leaf, Optimizer):
+        for entries in leaf.state.values():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+                    entries[key] = value.to(dtype)
+        return leaf
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        with torch.no_grad():
+            leaf.data = leaf.data.to(dtype)
+    return leaf
+
+
+def _error(found: Tensor | None, want: Tensor | None) -> float:
+    if found is None or want is None or found.shape != want.shape:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    a, b = found.to(torch.complex128 if found.is_complex() else torch.float64), want.to(found.device)
+    both = torch.isfinite(a) & torch.isfinite(b)
+    if not torch.equal(torch.nan_to_num(a[~both]), torch.nan_to_num(b[~both].to(a.dtype))):
+        return float("inf")
+    if not both.any():
+        return 0.0
+    return ((a - b)[both].abs().max() / b[both].abs().max().clamp(min=1)).item()
+
+
+def _tolerance(dtype: torch.dtype | None, values: Mapping[str, Tensor]) -> float:
+    used = dtype or max(
+        (t.dtype for t in values.values() if t.is_floating_point()),
+        key=lambda d: -d.itemsize,
+        default=torch.float64,
+    )
+    return TOLERANCE.get(used, 1e-2)
+
+
+def _counted(values: Mapping[str, Tensor]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in values:
+        kind = "optimizer state" if name.startswith("optimizer state") else name.split()[0]
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts

@@ -55,12 +55,19 @@ def is_elementwise(op: Any) -> bool:
 
 
 def tagged_elementwise() -> list[Any]:
-    packets = (getattr(aten, name) for name in sorted(dir(aten)))
-    overloads = ((p, name) for p in packets if hasattr(p, "overloads") for name in p.overloads())
-    return [op for packet, name in overloads if is_elementwise(op := getattr(packet, name))]
+    """Every such op of PyTorch."""
+    schemas = sorted((s.name, s.overload_name) for s in torch._C._jit_get_all_schemas())
+    names = [(name.removeprefix("aten::"), overload) for name, overload in schemas if name.startswith("aten::")]
+    ops = (getattr(getattr(aten, name, None), overload or "default", None) for name, overload in names)
+    return [op for op in ops if op is not None and is_elementwise(op)]
 
 
-_SHAPES = (((12, 4), (12, 4), (12, 4)), ((12, 1, 4), (12, 4), (1,)), ((4,), (3, 12, 4), (12, 1)), ((), (12,), ()))
+_SHAPES = (
+    ((12, 4), (12, 4), (12, 4)),
+    ((12, 1, 4), (12, 4), (1,)),
+    ((4,), (3, 12, 4), (12, 1)),
+    ((), (12,), ()),
+)
 _ALIKE, _MIXED = ("fff", "iii", "bbb"), ("bff", "fbf", "fii")  # float, int, bool
 _NUMBERS = {
     "p": 1, "n": 2, "decimals": 1, "rounding_mode": "floor", "approximate": "tanh", "lambd": 0.3,
@@ -119,7 +126,7 @@ def by_hand_elementwise(d: Draw) -> dict[Any, list[Call]]:
         aten.round.decimals: [call(x, decimals=1)],
         aten._prelu_kernel_backward.default: [call(x, y, d(1, 4)), call(x, y, d(12, 4))],
         aten.log_sigmoid_forward.default: [call(x)],
-        aten.log_sigmoid_backward.default: [call(y, x, aten.log_sigmoid_forward(x)[1]), call(y, x, d(0))],
+        aten.log_sigmoid_backward.default: [call(y, x, aten.log_sigmoid_forward(x)[1])],
         aten._conj.default: [call(torch.complex(x, y))],
         aten.add.Tensor: [call(x, 1.5), call(x, d(4), alpha=3)],
         aten.sub.Tensor: [call(x, 1.5), call(x, d(12, 1), alpha=3)],
@@ -161,7 +168,9 @@ def views(d: Draw) -> dict[Any, list[Call]]:
         aten.squeeze.dim: [call(squeezed, dim) for dim in (0, 1, 3, -2, -1)] + [call(d(), 0)],
         aten.squeeze.dims: [call(squeezed, [0, 1]), call(squeezed, [3, -1])],
         aten.unsqueeze.default: [call(x, 0), call(x, 2), call(x, -1), call(d(), 0)],
-        aten.expand.default: [call(d(12, 1, 4), [3, 12, 24, 4]), call(d(4), [12, -1]), call(d(), [12]), call(x, [12, 24, 4])],
+        aten.expand.default: [
+            call(d(12, 1, 4), [3, 12, 24, 4]), call(d(4), [12, -1]), call(d(), [12]), call(x, [12, 24, 4]),
+        ],
         aten.select.int: [call(x, 0, 5), call(x, 1, -1), call(x, -1, 2)],
         aten.select_backward.default: [call(d(24, 4), [12, 24, 4], 0, 5), call(d(12, 24), [12, 24, 4], -1, 2)],
         aten.slice.Tensor: [
@@ -256,7 +265,11 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
         aten.sort.stable: [call(x, stable=True, dim=1)],
         aten.topk.default: [call(x, 3), call(x, 2, 0)],
         aten.glu.default: [call(x), call(x, 0)],
-        aten.glu_backward.default: [call(d(12, 24, 2), x, -1), call(d(6, 24, 4), x, 0), call(d(12, 12, 4), x, 1)],
+        aten.glu_backward.default: [
+            call(d(12, 24, 2), x, -1),
+            call(d(6, 24, 4), x, 0),
+            call(d(12, 12, 4), x, 1),
+        ],
         aten._softmax.default: soft,
         aten._safe_softmax.default: [call(x, 1), call(x, -1)],
         aten._log_softmax.default: soft,
@@ -276,9 +289,11 @@ def matmuls(d: Draw) -> dict[Any, list[Call]]:
         aten.bmm.default: [call(*batched)],
         aten.addmm.default: [
             call(d(4), a, b), call(d(12, 4), a, b, beta=0.5, alpha=2), call(d(12, 1), a, b), call(d(1), a, b),
-            call(d(), a, b),
+            call(d(), a, b), call(d.ints(9, 4), d.ints(9, 12, 24), d.ints(9, 24, 4)),
         ],
-        aten.baddbmm.default: [call(d(12, 4, 12), *batched), call(d(1, 4, 12), *batched, beta=2), call(d(12), *batched)],
+        aten.baddbmm.default: [
+            call(d(12, 4, 12), *batched), call(d(1, 4, 12), *batched, beta=2), call(d(12), *batched),
+        ],
         aten.addbmm.default: [call(d(4, 12), *batched), call(d(12), *batched, alpha=2)],
         aten.mv.default: [call(a, d(24))],
         aten.addmv.default: [call(d(12), a, d(24), alpha=2), call(d(), a, d(24))],
@@ -317,10 +332,6 @@ def norms(d: Draw) -> dict[Any, list[Call]]:
         aten.native_layer_norm_backward.default: list(_layer_norm_backward(d, x, w, b))
         + [_over(aten.native_layer_norm.default, d, x, [24, 4], wide, wide, [True] * 3)],
         aten._fused_rms_norm.default: [call(x, [4], w, 1e-6), call(x, [24, 4], wide, None), call(x, [4], None, 1e-6)],
-        aten._fused_rms_norm_backward.default: [
-            call(d(*x.shape), x, [4], aten._fused_rms_norm(x, [4], w, 1e-6)[1], w, [True, True]),
-            call(d(*x.shape), x, [4], aten._fused_rms_norm(x, [4], None, 1e-6)[1], None, [True, False]),
-        ],
         aten.native_group_norm.default: [
             call(image, scale, shift, 12, 24, 6, 12, 1e-5), call(image, None, None, 12, 24, 6, 1, 1e-5),
             call(d(12, 24), scale, None, 12, 24, 1, 12, 1e-5),
@@ -334,7 +345,8 @@ def norms(d: Draw) -> dict[Any, list[Call]]:
             call(image, scale, shift, mean, var, 0.1, 1e-5), call(d(12, 24), None, None, mean, var, 0.1, 1e-5),
         ],
         aten.native_batch_norm.default: [
-            call(image, scale, shift, mean, var, False, 0.1, 1e-5), call(image, scale, shift, None, None, True, 0.1, 1e-5),
+            call(image, scale, shift, mean, var, False, 0.1, 1e-5),
+            call(image, scale, shift, None, None, True, 0.1, 1e-5),
         ],
         aten.native_batch_norm_backward.default: [
             call(d(*image.shape), image, scale, None, None, mean, var, True, 1e-5, [True, True, True]),
@@ -410,17 +422,25 @@ def indexing(d: Draw) -> dict[Any, list[Call]]:
     ]  # fmt: skip
     by_position = [c for c in indexed if c[0][1][0] is None or c[0][1][0].dtype is torch.int64]
     put_by_position = [c for c in put if c[0][1][0] is None or c[0][1][0].dtype is torch.int64]
-    scattered = [call(x, 1, unique, d(12, 12, 4)), call(x, 1, unique, d(12, 14, 4)), call(x, 1, unique[:6], d(6, 12, 4))]
+    scattered = [
+        call(x, 1, unique, d(12, 12, 4)),
+        call(x, 1, unique, d(12, 14, 4)),
+        call(x, 1, unique[:6], d(6, 12, 4)),
+    ]
     rows = [call(x, 1, d.distinct(24, 12), d(12, 12, 4)), call(x, -1, d.distinct(4, 2), d(12, 24, 2))]
     logits, target, weight = d(12, 5).log_softmax(-1), d.ints(5, 12), d.positive(5)
     target[3] = -100
     return {
-        aten.gather.default: [call(x, 1, picked), call(x, 1, same[:6]), call(x, -1, d.ints(4, 12, 24, 1)), call(d(), 0, d.ints(1))],
+        aten.gather.default: [
+            call(x, 1, picked), call(x, 1, same[:6]), call(x, -1, d.ints(4, 12, 24, 1)), call(d(), 0, d.ints(1)),
+        ],
         aten.scatter.src: scattered,
         aten.scatter.value: [call(x, 1, picked, 0), call(x, 1, picked, 1.5), call(x, 1, picked[:6], 0.0)],
         aten.scatter.reduce: [call(x, 1, picked, d(12, 3, 4), reduce="multiply")],
         aten.scatter_reduce.two: [call(x, 1, picked, d(12, 3, 4), "amax"), call(x, 1, picked, d(12, 3, 4), "mean")],
-        aten.scatter_add.default: [call(x, 1, same, d(12, 24, 4)), call(x, 1, picked, d(12, 5, 4)), call(x, 0, d.ints(12, 12, 24, 4), x)],
+        aten.scatter_add.default: [
+            call(x, 1, same, d(12, 24, 4)), call(x, 1, picked, d(12, 5, 4)), call(x, 0, d.ints(12, 12, 24, 4), x),
+        ],
         aten.index_select.default: [call(x, 1, d.ints(24, 12)), call(x, -1, d.ints(4, 24)), call(x, 1, d.ints(24))],
         aten.index_add.default: [*rows, call(x, 1, d.ints(24, 12), d(12, 12, 4), alpha=2)],
         aten.index_copy.default: rows,
@@ -526,6 +546,7 @@ def communications(d: Draw) -> dict[Any, list[Call]]:
         collectives.reduce_scatter: [call(x, 1, op, "own", 2) for op in ("sum", "min")],
         collectives.all_to_all: [call(x, 1, 2, "own", 2)],
         collectives.axis_slice: [call(x, 1, "own", 2)],
+        collectives.axis_index: [call("own", torch.device("cpu"))],
     }
 
 
@@ -540,7 +561,8 @@ def vision(d: Draw) -> dict[Any, list[Call]]:
     convolutions = [
         call(x, w, b, *plain), call(x, w, None, *plain), call(x, d(24, 12, 3, 3), b, *transposed),
         call(x, d(12, 12, 3, 3), b, *two_groups), call(x, d(24, 1, 3, 3), d(24), *depthwise),
-        call(x, d(24, 2, 3, 3), d(48), *transposed[:-1], 24), call(d(12, 24, 9), d(12, 24, 3), b, [1], [1], [1], False, [0], 1),
+        call(x, d(24, 2, 3, 3), d(48), *transposed[:-1], 24),
+        call(d(12, 24, 9), d(12, 24, 3), b, [1], [1], [1], False, [0], 1),
     ]  # fmt: skip
     pooled, indices = aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
     adaptive = aten._adaptive_avg_pool2d(x, [3, 2])
@@ -554,23 +576,25 @@ def vision(d: Draw) -> dict[Any, list[Call]]:
             _convolution_backward(d, convolutions[0], [False, True, True]),
             _convolution_backward(d, convolutions[0], [True, False, False]),
         ],
-        aten.max_pool2d_with_indices.default: [call(x, [2, 2], [2, 2]), call(d(12, 6, 5), [3, 3], [1, 1], [1, 1])],
+        aten.max_pool2d_with_indices.default: [
+            call(x, [2, 2], [2, 2]),
+            call(d(12, 6, 5), [3, 3], [1, 1], [1, 1]),
+        ],
         aten.max_pool2d_with_indices_backward.default: [
             call(d(*pooled.shape), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
         ],
         aten.avg_pool2d.default: [call(x, [2, 2]), call(x, [3, 3], [1, 1], [1, 1], False, False)],
-        aten.avg_pool2d_backward.default: [
-            call(d(12, 24, 3, 2), x, [2, 2], [2, 2], [0, 0], False, True, None)
-        ],
+        aten.avg_pool2d_backward.default: [call(d(12, 24, 3, 2), x, [2, 2], [2, 2], [0, 0], False, True, None)],
         aten._adaptive_avg_pool2d.default: [call(x, [3, 2])],
         aten._adaptive_avg_pool2d_backward.default: [call(d(*adaptive.shape), x)],
         aten.adaptive_max_pool2d.default: [call(x, [3, 2])],
-        aten.adaptive_max_pool2d_backward.default: [
-            call(d(12, 24, 3, 2), x, aten.adaptive_max_pool2d(x, [3, 2])[1])
-        ],
+        aten.adaptive_max_pool2d_backward.default: [call(d(12, 24, 3, 2), x, aten.adaptive_max_pool2d(x, [3, 2])[1])],
         aten.pixel_shuffle.default: [call(x, 2)],
         aten.pixel_unshuffle.default: [call(d(12, 4, 6, 4), 2)],
-        aten.im2col.default: [call(x, [2, 2], [1, 1], [0, 0], [1, 1]), call(x[0], [2, 2], [1, 1], [0, 0], [1, 1])],
+        aten.im2col.default: [
+            call(x, [2, 2], [1, 1], [0, 0], [1, 1]),
+            call(x[0], [2, 2], [1, 1], [0, 0], [1, 1]),
+        ],
         aten.col2im.default: [call(d(12, 48, 20), [6, 5], [2, 2], [1, 1], [0, 0], [1, 1])],
         aten.max_pool3d_with_indices.default: [call(block, [2, 2, 2], [2, 2, 2])],
         aten.max_pool3d_with_indices_backward.default: [
@@ -606,8 +630,9 @@ def vision(d: Draw) -> dict[Any, list[Call]]:
 
 
 _RESIZED = (
-    ("upsample_nearest1d", ()), ("upsample_nearest2d", ()), ("_upsample_nearest_exact2d", ()),
-    ("upsample_nearest3d", ()), ("upsample_trilinear3d", (True,)), ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)), ("upsample_bicubic2d", (False,)),
+    ("upsample_nearest1d", ()), ("upsample_nearest2d", ()), ("upsample_nearest3d", ()),
+    ("_upsample_nearest_exact2d", ()), ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)),
+    ("upsample_bicubic2d", (False,)), ("upsample_trilinear3d", (True,)),
 )  # fmt: skip
 
 
@@ -618,6 +643,8 @@ def _convolution_backward(d: Draw, forward: Call, mask: list[bool]) -> Call:
 
 
 # ---- all together
+
+_NOT_BROADCAST = (aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.log_sigmoid_backward.default)
 
 _BY_HAND: tuple[Callable[[Draw], dict[Any, list[Call]]], ...] = (
     by_hand_elementwise, views, reductions, matmuls, norms, attention, indexing, factories, updates, communications,
@@ -630,7 +657,7 @@ def samples() -> dict[Any, list[Call]]:
     draw = Draw(0)
     found: dict[Any, list[Call]] = {}
     for op in (*tagged_elementwise(), *pointwise.TABLE):
-        found[op] = list(elementwise(op, draw))
+        found[op] = [] if op in _NOT_BROADCAST else list(elementwise(op, draw))
     for group in _BY_HAND:
         for op, calls in group(draw).items():
             found.setdefault(op, []).extend(calls)

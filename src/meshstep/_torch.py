@@ -82,6 +82,11 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has stepped: they warn of a step that they did not see."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def next_sequence_number() -> int:
     """The number that the next autograd node created on this thread will get."""
     return torch._C._autograd._get_sequence_nr()
@@ -107,6 +112,7 @@ __all__ = [
     "decompositions",
     "default_store",
     "has_composite_kernel",
+    "mark_stepped",
     "next_sequence_number",
     "running_sequence_number",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -57,7 +58,8 @@ class Lowered:
     @property
     def fallbacks(self) -> tuple[tuple[str, int], ...]:
         """Ops that have no sharding rule and are computed whole on every rank, each with its number of calls."""
-        counts = Counter(op_text(node.target) for node in self.program.calls if not is_known(node.target))
+        targets: list[Any] = [node.target for node in self.program.calls]
+        counts = Counter(op_text(target) for target in targets if not is_known(target))
         return tuple(sorted(counts.items()))
 
     def __str__(self) -> str:

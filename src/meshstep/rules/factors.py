@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, shard
-from .rule import OpCall, Rule, tensor_names
+from .rule import OpCall, Rule, placed, tensor_names
 
 Rules = Callable[[OpCall], Iterable[Rule]]
 Linear = str | tuple[frozenset[str], ...]
@@ -28,8 +28,8 @@ def factor(spec: str, linear: Linear = ()) -> Rules:
             Sharding it shards every dim that bears it and leaves a sum over the ranks in an output without it.
             A capital letter, and `1`, are never sharded. `...` is any number of further factors. A tensor with
             fewer dims than its term has the last of them; a dim of size 1 against a larger one is broadcast;
-            the term of a missing optional tensor is passed over. `+` marks a summand: it is itself a sum over the
-            ranks where the output is one. `=` is a tensor that has nothing to do with the factors.
+            the term of a missing optional tensor is passed over. `=` is a tensor that has nothing to do with the
+            factors.
         linear: See `partials`.
     """
 
@@ -59,7 +59,7 @@ def partials(call: OpCall, linear: Linear) -> Iterator[Rule]:
     for names in _groups(call, linear):
         inputs = tuple(PARTIAL if name in names else REPLICATE for name in call.names)
         if PARTIAL in inputs and _adds_up(call, names):
-            yield Rule(inputs, tuple(o and PARTIAL for o in call.outputs))
+            yield Rule(inputs, call.placed(PARTIAL))
 
 
 def together(*names: str) -> frozenset[str]:
@@ -86,8 +86,7 @@ def follow(origins: Origins, linear: Linear = ()) -> Rules:
 
 def alike(call: OpCall, dim: int, to: int | None = None) -> Rule:
     """All inputs sharded on `dim`, all outputs on `to` (the same dim if not given)."""
-    out = shard(dim if to is None else to)
-    return Rule((shard(dim),) * len(call.tensors), tuple(o and out for o in call.outputs))
+    return Rule((shard(dim),) * len(call.tensors), call.placed(shard(dim if to is None else to)))
 
 
 def apart_from(*names: str) -> Origins:
@@ -120,7 +119,6 @@ class _Dims:
 
     type: TensorType | None
     labels: str
-    summand: bool = False
     apart: bool = False
 
     def size(self, letter: str) -> int:
@@ -132,7 +130,7 @@ def _bind(call: OpCall, spec: str) -> tuple[list[_Dims], list[_Dims]]:
     left, right = (side.split(",") for side in spec.replace(" ", "").split("->"))
     terms = dict(zip(tensor_names(call.op), left, strict=True))
     pairs = [*zip(call.tensors, (terms[name] for name in call.names), strict=True)]
-    more = max((type_.ndim - len(_explicit(term)) for type_, term in pairs if "..." in term), default=0)
+    more = max((type_.ndim - len(term.replace("...", "")) for type_, term in pairs if "..." in term), default=0)
     inputs = [_label(type_, term, more) for type_, term in pairs]
     return inputs, [_label(type_, term, more) for type_, term in zip(call.outputs, right, strict=True)]
 
@@ -140,23 +138,17 @@ def _bind(call: OpCall, spec: str) -> tuple[list[_Dims], list[_Dims]]:
 def _label(type_: TensorType | None, term: str, more: int) -> _Dims:
     if term == "=":
         return _Dims(type_, "", apart=True)
-    labels = term.removeprefix("+").replace("...", _MORE[:more])
+    labels = term.replace("...", _MORE[:more])
     missing = len(labels) - (type_.ndim if type_ else 0)
     assert missing >= 0, f"{type_} has more dims than the term {term!r}"
-    return _Dims(type_, labels[missing:], term.startswith("+"))
-
-
-def _explicit(term: str) -> str:
-    return term.removeprefix("+").replace("...", "")
+    return _Dims(type_, labels[missing:])
 
 
 def _shard(letter: str, inputs: list[_Dims], outputs: list[_Dims]) -> Iterator[Rule]:
     if all(dims.size(letter) == 1 for dims in inputs):
         return
-    after = tuple(d.type and _place(letter, d, REPLICATE if d.apart else PARTIAL) for d in outputs)
-    summed = PARTIAL in after
-    before = (_place(letter, d, PARTIAL if d.summand and summed else REPLICATE) for d in inputs)
-    yield Rule(tuple(before), after)
+    after = tuple(placed(d.type, _place(letter, d, REPLICATE if d.apart else PARTIAL)) for d in outputs)
+    yield Rule(tuple(_place(letter, d, REPLICATE) for d in inputs), after)
 
 
 def _place(letter: str, dims: _Dims, without: Placement) -> Placement:

@@ -15,7 +15,7 @@ from .rule import Entry, OpCall, Rule
 
 aten = torch.ops.aten
 
-_WRITTEN: Linear = (together("self", "src"), together("self", "source"), together("self", "values"))
+_WRITTEN = (together("self", "src"), together("self", "source"), together("self", "values"))
 
 
 def _written(call: OpCall) -> Linear:

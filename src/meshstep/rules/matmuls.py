@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 
-from .factors import Linear, all_but_last, factor, follow, together
-from .rule import Entry
+from ..layout import PARTIAL, REPLICATE
+from .factors import all_but_last, factor, follow, together
+from .rule import Entry, OpCall, Rule
 
 aten = torch.ops.aten
 
 
-def _added_to(*names: str) -> Linear:
-    """Linear in `self` together with each of the factors."""
-    return tuple(together("self", name) for name in names)
+def _added(spec: str, *names: str) -> Entry:
+    """`beta * self + alpha * (product of names)`, linear in `self` together with each of the others."""
+    rules = factor(spec, tuple(together("self", name) for name in names))
+
+    def exact(call: OpCall) -> Iterator[Rule]:
+        floating = call["self"].dtype.is_floating_point or call["self"].dtype.is_complex
+        yield from (rule for rule in rules(call) if floating or not _adds_shares(rule))
+
+    return Entry(exact, _share_of_beta)
+
+
+def _share_of_beta(call: OpCall, rule: Rule, size: int) -> Mapping[str, Any]:
+    """Where the product is summed over the ranks, each of them adds its share of `self`."""
+    return {"beta": call["beta"] / size} if _adds_shares(rule) else {}
+
+
+def _adds_shares(rule: Rule) -> bool:
+    return rule.inputs[0] == REPLICATE and rule.outputs == (PARTIAL,)
 
 
 _OF_EACH = Entry(follow(all_but_last(2)))  # of each matrix of a batch
@@ -22,15 +41,15 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.mm.dtype: Entry(factor("mk,kn->mn", "each")),
     aten.bmm.default: Entry(factor("bmk,bkn->bmn", "each")),
     aten.bmm.dtype: Entry(factor("bmk,bkn->bmn", "each")),
-    aten.addmm.default: Entry(factor("+mn,mk,kn->mn", _added_to("mat1", "mat2"))),
-    aten.addmm.dtype: Entry(factor("+mn,mk,kn->mn", _added_to("mat1", "mat2"))),
-    aten.baddbmm.default: Entry(factor("+bmn,bmk,bkn->bmn", _added_to("batch1", "batch2"))),
-    aten.addbmm.default: Entry(factor("+mn,bmk,bkn->mn", _added_to("batch1", "batch2"))),
+    aten.addmm.default: _added("mn,mk,kn->mn", "mat1", "mat2"),
+    aten.addmm.dtype: _added("mn,mk,kn->mn", "mat1", "mat2"),
+    aten.baddbmm.default: _added("bmn,bmk,bkn->bmn", "batch1", "batch2"),
+    aten.addbmm.default: _added("mn,bmk,bkn->mn", "batch1", "batch2"),
     aten.mv.default: Entry(factor("mk,k->m", "each")),
-    aten.addmv.default: Entry(factor("+m,mk,k->m", _added_to("mat", "vec"))),
+    aten.addmv.default: _added("m,mk,k->m", "mat", "vec"),
     aten.dot.default: Entry(factor("k,k->", "each")),
     aten.vdot.default: Entry(factor("k,k->", "each")),
-    aten.addr.default: Entry(factor("+mn,m,n->mn", _added_to("vec1", "vec2"))),
+    aten.addr.default: _added("mn,m,n->mn", "vec1", "vec2"),
     aten.embedding.default: Entry(factor("Vd,...->...d", "first")),
     aten._linalg_det.default: _OF_EACH,
     aten._linalg_eigh.default: _OF_EACH,

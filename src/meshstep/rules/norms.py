@@ -9,7 +9,7 @@ import torch
 
 from ..layout import REPLICATE, shard, shard_dim
 from .factors import partials, sharded
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, placed
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _group_norm_backward(call: OpCall) -> Iterator[Rule]:
     yield from sharded(call, f"n{inner},n{inner},nG,nG,C->n{inner},C,C")
     yield from partials(call, "first")
     if call["group"] > 1:
-        grads = (o and shard(1 if i == 0 else 0) for i, o in enumerate(call.outputs))
+        grads = (placed(o, shard(1 if i == 0 else 0)) for i, o in enumerate(call.outputs))
         yield Rule(_channels(call, "grad_out", "input", "mean", "rstd"), tuple(grads))
 
 
@@ -67,17 +67,16 @@ def _local_groups(call: OpCall, rule: Rule, size: int) -> Mapping[str, Any]:
 def _batch_norm_eval(call: OpCall) -> Iterator[Rule]:
     """With running statistics every element is on its own; with those of the batch the channels are."""
     training = call.arguments.get("training", False)
-    saved = tuple(o and (shard(0) if o.shape[0] else REPLICATE) for o in call.outputs[1:])
+    saved = tuple(placed(o, shard(0) if o and o.shape[0] else REPLICATE) for o in call.outputs[1:])
     yield Rule(_channels(call, "input"), (shard(1), *saved))
     if not training:
         for dim in (d for d in range(call.tensors[0].ndim) if d != 1):
-            whole = tuple(o and REPLICATE for o in call.outputs[1:])
-            yield Rule(_only_wide(call, dim, "input"), (shard(dim), *whole))
+            yield Rule(_only_wide(call, dim, "input"), (shard(dim), *call.placed(REPLICATE)[1:]))
 
 
 def _batch_norm_backward(call: OpCall) -> Iterator[Rule]:
-    grads = tuple(o and shard(0) for o in call.outputs[1:])
-    yield Rule(_channels(call, "grad_out", "input"), (call.outputs[0] and shard(1), *grads))
+    grads = (placed(call.outputs[0], shard(1)), *call.placed(shard(0))[1:])
+    yield Rule(_channels(call, "grad_out", "input"), grads)
     yield from partials(call, "first")
 
 

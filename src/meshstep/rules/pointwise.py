@@ -1,4 +1,4 @@
-"""Elementwise ops: those that PyTorch tags so, and some that it forgot; linearity decides where a sum passes through."""
+"""Elementwise ops: those that PyTorch tags so, and some that it forgot; where linear, a sum over the ranks passes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,38 @@ import torch
 
 from ..layout import REPLICATE, shard
 from .factors import Linear, partials, together
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, placed
 
 aten = torch.ops.aten
 
 UNTAGGED = (
-    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default,
-    aten.complex.default, aten.copy.default,
-    aten.elu_backward.default, aten.floor_divide.default, aten.hardshrink_backward.default,
-    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
-    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.log_sigmoid_backward.default, aten.log_sigmoid_forward.default, aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default, aten.rsub.Tensor,
+    aten._conj.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten._to_copy.default,
+    aten.complex.default,
+    aten.copy.default,
+    aten.elu_backward.default,
+    aten.floor_divide.default,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.lift_fresh_copy.default,
+    aten.log_sigmoid_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.masked_fill.Tensor,
+    aten.mish_backward.default,
+    aten.polar.default,
+    aten.rsub.Tensor,
     aten.softplus_backward.default,
-    aten.softshrink_backward.default, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
-)  # fmt: skip
+    aten.softshrink_backward.default,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+)
 
 LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
     aten._conj.default: "all",
@@ -88,7 +106,7 @@ def split(call: OpCall, dim: int, shape: tuple[int, ...]) -> Rule:
         shard(t.ndim - from_right) if t.ndim >= from_right and t.shape[t.ndim - from_right] == shape[dim] else REPLICATE
         for t in call.tensors
     )
-    outputs = (o and (shard(dim) if o.shape == shape else REPLICATE) for o in call.outputs)
+    outputs = (placed(o, shard(dim) if o and o.shape == shape else REPLICATE) for o in call.outputs)
     return Rule(tuple(inputs), tuple(outputs))
 
 

@@ -87,7 +87,7 @@ def _norm(call: OpCall, dim: int) -> Iterator[Rule]:
 
 def _norm_of_norms(local: Local) -> tuple[fx.Node, ...]:
     norm = local.again()
-    return (_NORMS[_order(local.arguments)](local, norm),)
+    return (_NORMS[_order(local.call.arguments)](local, norm),)
 
 
 def _order(arguments: Mapping[str, Any]) -> Any:

@@ -61,6 +61,10 @@ class OpCall:
             found.extend(v for v in (value if isinstance(value, (list, tuple)) else (value,)) if _is_type(v))
         return tuple(found)
 
+    def placed(self, placement: Placement) -> tuple[Placement | None, ...]:
+        """One placement for all outputs; None where the op returns none."""
+        return tuple(placed(type_, placement) for type_ in self.outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -112,12 +116,14 @@ class Local:
     source: str = ""
 
     def __getitem__(self, name: str) -> Any:
-        """The argument of this name, a node where it is a tensor."""
-        return self.arguments[name]
+        """The argument of this name: a node where it is a tensor, the default where it is not given."""
+        value = self.arguments.get(name)
+        return self.call[name] if value is None else value
 
-    def again(self) -> fx.Node:
-        """Append the same op on this rank's arguments."""
-        args, kwargs = spelled(self.call.op, self.arguments)
+    def again(self, **changed: Any) -> fx.Node:
+        """Append the same op on this rank's arguments, some of them changed."""
+        arguments = {name: self[name] for name in self.call.arguments}
+        args, kwargs = spelled(self.call.op, arguments | changed)
         return self.emit(self.call.op, *args, **kwargs)
 
     def emit(self, op: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
@@ -147,9 +153,14 @@ def _is_default(argument: Any, value: Any) -> bool:
     return argument.has_default_value() and not isinstance(value, fx.Node) and value == argument.default_value
 
 
+def placed(type_: TensorType | None, placement: Placement) -> Placement | None:
+    """The placement of an output; None if the op does not return it."""
+    return None if type_ is None else placement
+
+
 def replicate(call: OpCall) -> Rule:
     """The rule that every op has: all inputs whole, all outputs whole."""
-    return Rule((REPLICATE,) * len(call.tensors), tuple(o and REPLICATE for o in call.outputs))
+    return Rule((REPLICATE,) * len(call.tensors), call.placed(REPLICATE))
 
 
 def divides(call: OpCall, rule: Rule, size: int) -> bool:

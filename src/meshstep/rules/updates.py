@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.types import TensorType
 from ..ir.updates import BY_OP
@@ -16,11 +17,11 @@ def update(call: OpCall) -> Iterator[Rule]:
     """Any dim of the parameter; the step counter and the hyper-parameters are whole."""
     shape = call["param"].shape
 
-    def place(type_: TensorType | None, dim: int):
-        return type_ and (shard(dim) if type_.shape == shape else REPLICATE)
+    def alike(types: Iterable[TensorType | None], dim: int) -> tuple[Placement, ...]:
+        return tuple(shard(dim) if t and t.shape == shape else REPLICATE for t in types)
 
     for dim in range(len(shape)):
-        yield Rule(tuple(place(t, dim) for t in call.tensors), tuple(place(o, dim) for o in call.outputs))
+        yield Rule(alike(call.tensors, dim), alike(call.outputs, dim))
 
 
 TABLE: dict[torch._ops.OpOverload, Entry] = {op: Entry(update) for op in BY_OP}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ Op = torch._ops.OpOverload
 Outputs = tuple[Any, ...]
 
 _AXIS = "validated"
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _NOT_FINITE = (0.0, 0.0, 0.0)
 _TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 
@@ -109,7 +114,7 @@ class Trial:
     ) -> Trial:
         """Run the op whole."""
         arguments = bind(op, args, kwargs)
-        run = run or (partial(_communicate, op) if op in COLLECTIVES else op)
+        run = run or (functools.partial(_communicate, op) if op in COLLECTIVES else op)
         whole = _flat(run(**arguments))
         first = {name: v[0] if _is_lanes(op, v) else v for name, v in arguments.items()}
         types = _replaced(first, map(TensorType.of, _tensors(first)))
@@ -161,7 +166,7 @@ def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, An
     """All arguments by name, defaults filled in."""
     schema = op._schema.arguments
     given = {a.name: v for a, v in zip(schema, args)} | dict(kwargs)
-    return {a.name: given[a.name] if a.name in given else a.default_value for a in schema}
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _tensors(arguments: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -215,9 +220,7 @@ def combinations(parts: list[Tensor], placement: Placement) -> list[Tensor]:
 
 def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
     """Sum, largest or smallest element over the ranks."""
-    stacked = torch.stack(list(parts))
-    reducer: Callable[..., Tensor] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[op]
-    return reducer(stacked, dim=0).to(stacked.dtype)
+    return functools.reduce(_REDUCTIONS[op], parts)
 
 
 def _difference(value: Tensor, whole: Tensor, exact: bool) -> str | None:
@@ -262,7 +265,7 @@ def over_ranks(op: Op, parts: Sequence[Tensor], rest: Sequence[Any], size: int |
         case collectives.all_reduce:
             return [reduce(parts, rest[0])] * count
         case collectives.all_gather:
-            return [torch.cat(parts, rest[0])] * count
+            return [torch.cat(list(parts), rest[0])] * count
         case collectives.reduce_scatter:
             return list(reduce(parts, rest[1]).chunk(count, rest[0]))
         case collectives.all_to_all:
@@ -296,5 +299,6 @@ def _step(node: fx.Node, values: Mapping[fx.Node, list[Any]], size: int) -> list
         tensors = [a for a in node.args if isinstance(a, fx.Node)]
         rest = [a for a in node.args if not isinstance(a, fx.Node)]
         return over_ranks(node.target, values[tensors[0]] if tensors else [], rest, size)
+    op: Any = node.target
     own = ({n: v[rank] for n, v in values.items()} for rank in range(size))
-    return [node.target(*fx.map_arg(node.args, e.get), **fx.map_arg(node.kwargs, e.get)) for e in own]
+    return [op(*fx.map_arg(node.args, e.get), **fx.map_arg(node.kwargs, e.get)) for e in own]

@@ -161,7 +161,7 @@ def _squeeze_whole(local: Local) -> tuple[fx.Node, ...]:
 def _joined(call: OpCall) -> list[int | None]:
     ndim = call.tensors[0].ndim
     same = all(type_.ndim == ndim for type_ in call.tensors)  # PyTorch passes over f32[0]
-    return apart_from("dim")(call) if same else []
+    return list(apart_from("dim")(call)) if same else []
 
 
 def _padded(call: OpCall) -> list[int | None]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
-from ..layout import REPLICATE, shard, shard_dim
+from ..layout import PARTIAL, REPLICATE, shard, shard_dim
 from .factors import Linear, all_but_last, factor, follow, partials, sharded, together
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, Local, OpCall, Rule, placed
 from .views import output_size
 
 aten = torch.ops.aten
@@ -18,10 +19,16 @@ aten = torch.ops.aten
 def convolution(call: OpCall) -> Iterator[Rule]:
     """Batch `n`, output channels `o`, and input channels `c`, over which the output is a sum."""
     n, c, o = ("n", "c", "o") if call["groups"] == 1 else ("n", "C", "O")
-    yield from sharded(call, f"{n}{c}X,{_weight(call, c, o)}X,+{o}->{n}{o}X".replace("X", _pixels(call)))
+    for rule in sharded(call, f"{n}{c}X,{_weight(call, c, o)}X,{o}->{n}{o}X".replace("X", _pixels(call))):
+        summed = call["bias"] is not None and rule.outputs == (PARTIAL,)
+        yield Rule(rule.inputs, rule.outputs, _with_share_of_bias if summed else None)
     if _depthwise(call):
         yield Rule((shard(1), *(shard(0) for _ in call.tensors[1:])), (shard(1),))
     yield from partials(call, (together("input", "bias"), together("weight", "bias")))
+
+
+def _with_share_of_bias(local: Local) -> tuple[fx.Node, ...]:
+    return (local.again(bias=local.emit(aten.div.Tensor, local["bias"], local.size)),)
 
 
 def convolution_backward(call: OpCall) -> Iterator[Rule]:
@@ -32,10 +39,10 @@ def convolution_backward(call: OpCall) -> Iterator[Rule]:
     yield from sharded(call, spec)
     grads = zip(call.outputs, (shard(1), shard(_weight(call, "c", "o").index("c")), REPLICATE))
     if call["groups"] == 1:
-        yield Rule(_channels_of_input(call), tuple(o and place for o, place in grads))
+        yield Rule(_channels_of_input(call), tuple(placed(o, place) for o, place in grads))
     if _depthwise(call):
-        after = zip(call.outputs, (shard(1), shard(0), shard(0)))
-        yield Rule((shard(1), shard(1), shard(0)), tuple(o and place for o, place in after))
+        after = (placed(o, shard(1 if i == 0 else 0)) for i, o in enumerate(call.outputs))
+        yield Rule((shard(1), shard(1), shard(0)), tuple(after))
     yield from partials(call, "first")
 
 

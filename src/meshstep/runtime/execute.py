@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._torch import mark_stepped
 from ..capture.capture import Captured
 from ..capture.places import GradientPlace, OptimizerStatePlace
 from ..capture.tree import unflatten
@@ -51,7 +52,7 @@ class LocalExecutor:
         with torch.no_grad():
             found = self._run(*inputs)
         results = dict(zip(self._kept, found, strict=True))
-        _create_state(self._captured, leaves, results)
+        _finish(self._captured, leaves, results)
         return _returned(self._captured, {i: self._wrap(t, self._layouts[i]) for i, t in results.items()})
 
 
@@ -92,11 +93,22 @@ class SimulatedExecutor:
             for tensor, value in writes:
                 tensor.copy_(value)
         created = {i: t for i, t in results.items() if self._program.results[i].slot not in held}
-        _create_state(self._captured, leaves, created)
+        _finish(self._captured, leaves, created)
+
+
+def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -> None:
+    """Set state that did not exist before, and what of the state is no tensor."""
+    _create_state(captured, leaves, results)
+    for gradient in captured.cleared:
+        gradient.create(leaves, None)
+    for place, fixed in captured.python_state:
+        place.create(leaves, fixed)
+    for _, optimizer in captured.state.optimizers:
+        mark_stepped(optimizer)
 
 
 def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -> None:
-    """Optimizer state and gradients that did not exist before; equal values get storage of their own."""
+    """Optimizer state and gradients; equal values get storage of their own."""
     storages: set[int] = set()
     for index, value in results.items():
         place = captured.targets[index]
@@ -106,10 +118,6 @@ def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tens
         shared = storage in storages and value.numel() > 0
         storages.add(storage)
         place.create(leaves, value.clone() if shared and isinstance(place, OptimizerStatePlace) else value)
-    for gradient in captured.cleared:
-        gradient.create(leaves, None)
-    for place, fixed in captured.python_state:
-        place.create(leaves, fixed)
 
 
 def _returned(captured: Captured, results: dict[int, Any]) -> Any:

@@ -6,7 +6,7 @@ The oracle: no process group, no lowering, no backend; every rank computes its o
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..ir.program import Program
 from ..layout import Layout, shard_dim
 from ..mesh import Mesh
 
-_REDUCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 
 def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -112,7 +112,8 @@ def _call(node: fx.Node, values: dict[fx.Node, list[Any]], mesh: Mesh) -> list[A
 
 
 def _run(node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
+    args, kwargs = arguments
     if node.target in _STRICT_VIEWS:
         return args[0].reshape(args[1])
     return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -216,6 +216,7 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
     any_dims = [*dims, call(x, [])]
     one_dim = [call(x, 0), call(x, -1, True), call(x, 1)]
     mask = d.bools(12, 24, 4)
+    seldom = d(12, 24, 4) > 1.5
     norms = [call(x, order, dim) for order in (1, 2, math.inf, 3, 0) for dim in (None, [1], [0, -1])]
     spread = [call(x, [0, 2], correction=0), call(x, [-1], keepdim=True), call(x)]
     along = [call(x, 0), call(x, -1)]
@@ -224,7 +225,7 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
     return {
         aten.sum.default: [call(x), call(mask), call(d()), call(x, dtype=torch.float32)],
         aten.sum.dim_IntList: [*any_dims, call(x, None), call(mask, [1]), call(d.ints(9, 12, 4), [0])],
-        aten.nansum.default: [*any_dims, call(torch.where(mask, x, math.nan), [0, 1])],
+        aten.nansum.default: [*dims, call(torch.where(mask, x, math.nan), [0, 1])],
         aten.count_nonzero.dim_IntList: [call(d.ints(2, 12, 24, 4), [0, 2]), call(d.ints(2, 12, 4), [])],
         aten.mean.default: [call(x), call(d()), call(d.ints(9, 12), dtype=torch.float64)],
         aten.mean.dim: [*any_dims, call(x, None, True), call(d.ints(9, 12, 4), [0], dtype=torch.float64)],
@@ -241,14 +242,19 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
         aten.max.dim: one_dim,
         aten.min.dim: one_dim,
         aten.median.dim: one_dim,
-        aten.prod.default: [call(x)],
         aten.prod.dim_int: one_dim,
-        aten.any.default: [call(mask)],
-        aten.any.dim: [call(mask, 1), call(mask, -1, True)],
-        aten.any.dims: [call(mask, [0, 1]), call(mask, [-1], True), call(mask, None)],
-        aten.all.default: [call(mask)],
-        aten.all.dim: [call(mask, 1), call(mask, -1, True)],
-        aten.all.dims: [call(mask, [0, 1]), call(mask, [-1], True), call(mask, None)],
+        aten.any.default: [call(torch.arange(12) == 7), call(torch.arange(12) == 99), call(seldom)],
+        aten.any.dim: [call(seldom, 1), call(seldom, -1, True)],
+        aten.any.dims: [
+            call(d.bools(12), [0]),
+            call(torch.zeros(12, dtype=torch.bool), [0]),
+            call(seldom, [0, 1]),
+            call(seldom, [-1], True),
+            call(seldom, None),
+        ],
+        aten.all.default: [call(torch.arange(12) != 7), call(torch.arange(12) != 99), call(~seldom)],
+        aten.all.dim: [call(~seldom, 1), call(~seldom, -1, True)],
+        aten.all.dims: [call(~seldom, [0, 1]), call(~seldom, [-1], True), call(~seldom, None)],
         aten.argmax.default: [*one_dim, call(x)],
         aten.argmin.default: [*one_dim, call(x)],
         aten.logsumexp.default: [call(x, [1]), call(x, [0, -1], True)],
@@ -413,15 +419,14 @@ def indexing(d: Draw) -> dict[Any, list[Call]]:
     indexed = [
         call(x, [None, d.ints(24, 12)]), call(x, [d.ints(12, 4, 12)]), call(x, [d.ints(12, 12), d.ints(24, 12)]),
         call(x, [d.ints(12, 12), None, d.ints(4, 12)]), call(x, [None, d.ints(24, 12, 1), d.ints(4, 3)]),
-        call(x, [d.bools(12)]), call(x, [None, zero]), call(x, [d.ints(12, 1), d.ints(24, 12)]),
+        call(d(3, 6, 12, 4), [None, d.ints(6, 12), None, d.ints(4, 12)]), call(x, [None, zero]),
+        call(x, [d.ints(12, 1), d.ints(24, 12)]),
     ]  # fmt: skip
-    put = [call(x, i, d(*aten.index(x, i).shape), True) for (_, i), _ in indexed]
+    put = [call(y, i, d(*aten.index(y, i).shape), True) for (y, i), _ in indexed]
     put += [
         call(x, [None, d.ints(24, 12)], d(4), True), call(x, [None, d.ints(24, 12)], d(), True),
         call(x, [None, d.distinct(24, 12)], d(12, 12, 4), False), call(x, [None, d.distinct(24, 12)], d(1), False),
     ]  # fmt: skip
-    by_position = [c for c in indexed if c[0][1][0] is None or c[0][1][0].dtype is torch.int64]
-    put_by_position = [c for c in put if c[0][1][0] is None or c[0][1][0].dtype is torch.int64]
     scattered = [
         call(x, 1, unique, d(12, 12, 4)),
         call(x, 1, unique, d(12, 14, 4)),
@@ -439,16 +444,16 @@ def indexing(d: Draw) -> dict[Any, list[Call]]:
         aten.scatter.reduce: [call(x, 1, picked, d(12, 3, 4), reduce="multiply")],
         aten.scatter_reduce.two: [call(x, 1, picked, d(12, 3, 4), "amax"), call(x, 1, picked, d(12, 3, 4), "mean")],
         aten.scatter_add.default: [
-            call(x, 1, same, d(12, 24, 4)), call(x, 1, picked, d(12, 5, 4)), call(x, 0, d.ints(12, 12, 24, 4), x),
+            call(x, 1, same, d(12, 24, 4)), call(x, 1, picked, d(12, 6, 4)), call(x, 0, d.ints(12, 12, 24, 4), x),
         ],
         aten.index_select.default: [call(x, 1, d.ints(24, 12)), call(x, -1, d.ints(4, 24)), call(x, 1, d.ints(24))],
         aten.index_add.default: [*rows, call(x, 1, d.ints(24, 12), d(12, 12, 4), alpha=2)],
         aten.index_copy.default: rows,
         aten.index_fill.int_Scalar: [call(x, 1, d.ints(24, 12), 0), call(x, 1, d.ints(24, 12), 1.5)],
         aten.index.Tensor: indexed,
-        aten._unsafe_index.Tensor: by_position,
+        aten._unsafe_index.Tensor: indexed,
         aten.index_put.default: put,
-        aten._unsafe_index_put.default: put_by_position,
+        aten._unsafe_index_put.default: put,
         aten.select_scatter.default: [call(x, d(12, 4), 1, 3), call(x, d(12, 24), -1, 0), call(x, d(24, 4), 0, -1)],
         aten.slice_scatter.default: [
             call(x, d(12, 6, 4), 1, 3, 9), call(x, d(12, 24, 2), -1, 0, 4, 2), call(x, d(12, 24, 4), 1, 0, 2**63 - 1),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -57,6 +58,11 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells one storage from another as long as both live."""
+    return tensor.untyped_storage()._cdata
+
+
 def decompositions(ops: Iterable[Any]) -> dict[Any, Callable]:
     """PyTorch's own decompositions of some ops into simpler ones."""
     return dict(get_decompositions(list(ops)))
@@ -74,7 +80,8 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: Sequence[Any]) -
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad(), config.patch(fallback_random=True):
-        return compile_fx(module, list(inputs))
+        compiled: Any = compile_fx(module, list(inputs))
+        return compiled
 
 
 def default_store() -> Any:
@@ -85,6 +92,15 @@ def default_store() -> Any:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers that the optimizer has stepped: they warn of a step that they did not see."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def skip_dispatch_modes() -> Iterator[None]:
+    """Run ops on real tensors although a tracer and a fake mode are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
 
 
 def next_sequence_number() -> int:
@@ -103,6 +119,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "UnsupportedTorchError",
@@ -115,4 +132,6 @@ __all__ = [
     "mark_stepped",
     "next_sequence_number",
     "running_sequence_number",
+    "skip_dispatch_modes",
+    "storage_id",
 ]

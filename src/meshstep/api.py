@@ -291,6 +291,9 @@ def _options(given: dict[str, Any]) -> Options:
             str(error).split("__init__() ")[-1], at="compile(...)", hint=", ".join(Options.__slots__)
         ) from None
     check_backend(options.backend)
+    if options.passes is not None and not isinstance(options.passes, Pipeline):
+        kind = type(options.passes).__name__
+        raise InputError(f"passes is a {kind}", at="compile(passes=...)", hint="meshstep.Pipeline((...))")
     if options.outputs not in OUTPUTS:
         raise InputError(
             f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))

@@ -81,7 +81,7 @@ def argument_layouts(
         InputError: `inputs` names no argument.
     """
     _check_names(call, inputs or {})
-    batch = plan.batch_axes()
+    batch = [axis for axis in plan.batch_axes() if mesh[axis] > 1]
     layouts = [
         _layout(leaf, name, mesh, batch, inputs or {}) for leaf, name in zip(call.leaves, call.names, strict=True)
     ]

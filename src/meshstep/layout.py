@@ -44,9 +44,26 @@ class Layout:
     >>> layout = Layout((("dp", Shard(0)), ("tp", Replicate())))
     >>> print(layout, layout.local_shape((8, 16), Mesh(dp=2, tp=2)))
     S(0)@dp R@tp (4, 16)
+
+    Raises:
+        LayoutError: An axis is there twice, or what is said of it is no placement.
     """
 
     placements: tuple[tuple[str, Placement], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check axes and placements."""
+        for axis, placement in self.placements:
+            if not isinstance(placement, Placement):
+                raise LayoutError(
+                    f"{placement!r} is no placement",
+                    at=f"axis {axis!r}",
+                    hint="Replicate(), Shard(dim) or Partial() of torch.distributed.tensor",
+                )
+        axes = [axis for axis, _ in self.placements]
+        if len(set(axes)) < len(axes):
+            twice = next(axis for axis in axes if axes.count(axis) > 1)
+            raise LayoutError(f"axis {twice!r} is there twice", at=f"layout {self}", hint="one placement for each axis")
 
     def __getitem__(self, axis: str) -> Placement:
         """Placement along `axis`; `Replicate()` where nothing is said."""
@@ -94,7 +111,7 @@ def local_shape(shape: Sequence[int], placement: Placement, axis: str, size: int
         return tuple(shape)
     if not 0 <= dim < len(shape):
         raise LayoutError(
-            f"Shard({dim}) on axis {axis!r} of a tensor of {len(shape)} dims",
+            f"Shard({dim}) on axis {axis!r} of a {len(shape)}-d tensor",
             at=f"shape {list(shape)}",
             hint="a dim that the tensor has, counted from 0",
         )

@@ -32,7 +32,7 @@ class Mesh:
     def __init__(self, **axes: int) -> None:
         """Check the sizes and keep them."""
         if not axes:
-            raise InputError("a mesh needs at least one axis", hint="Mesh(dp=2)")
+            raise InputError("a mesh needs at least one axis", at="Mesh()", hint="Mesh(dp=2)")
         for axis, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InputError(
@@ -116,7 +116,11 @@ class Mesh:
             InputError: The dimensions of the device mesh have no names.
         """
         if not mesh.mesh_dim_names:
-            raise InputError("the DeviceMesh has no names", hint="init_device_mesh(..., mesh_dim_names=('dp',))")
+            raise InputError(
+                "the axes of the DeviceMesh have no names",
+                at=str(mesh),
+                hint="init_device_mesh(..., mesh_dim_names=('dp',))",
+            )
         return cls(**dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))
 
     def device_mesh(self, device_type: str) -> DeviceMesh:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -17,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .errors import RuleError
 from .ir import collectives
-from .ir.program import Program, call, is_part, part, producer
+from .ir.printer import value_text
+from .ir.program import Program, call, copy_node, is_part, part, producer
 from .ir.types import TensorType
 from .layout import REPLICATE, Layout, local_shape, placement_text, shard_dim
 from .plan.calls import Calls
@@ -71,7 +73,7 @@ class _Partition:
         return replace(self.program, graph=self.graph, axes=(*self.program.axes, self.axis))
 
     def _input(self, node: fx.Node, placement: Placement) -> None:
-        new = self.graph.node_copy(node)
+        new = copy_node(self.graph, node, {})
         new.meta.update(
             type=self._local_type(node.meta["type"], placement),
             layout=self._layout(node.meta["layout"], placement),
@@ -80,12 +82,9 @@ class _Partition:
 
     def _call(self, node: fx.Node, rule: Rule) -> None:
         given = iter(rule.inputs)
-        arguments = {
-            argument.name: self._localized(
-                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name), given, node
-            )
-            for i, argument in enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
-        }
+        named = list(enumerate(_names(node.target)))
+        values = {name: node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in named}
+        arguments = {name: self._localized(value, given, node) for name, value in values.items()}
         for index, placement in enumerate(rule.outputs):
             if placement is not None:
                 self.placed[node, index] = placement
@@ -100,9 +99,9 @@ class _Partition:
         return [self._localized(v, given, user) for v in value] if isinstance(value, (list, tuple)) else value
 
     def _same_op(self, node: fx.Node, rule: Rule, arguments: dict[str, Any]) -> None:
-        changed = localize(self.calls.call(node), rule, self.size)
+        changed = {} if _is_whole(rule) else localize(self.calls.call(node), rule, self.size)
         arguments |= changed
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        names = _names(node.target)
         args = tuple(arguments[name] for name in names[: len(node.args)])
         kwargs = {name: arguments[name] for name in names[len(node.args) :] if name in node.kwargs or name in changed}
         types, layouts = node.meta["type"], node.meta["layout"]
@@ -111,17 +110,8 @@ class _Partition:
             layout: Any = tuple(self._layout(t, p) for t, p in zip(layouts, rule.outputs, strict=True))
         else:
             type_, layout = self._local_type(types, rule.outputs[0]), self._layout(layouts, rule.outputs[0])
-        new = call(
-            self.graph,
-            node.target,
-            args,
-            kwargs,
-            type=type_,
-            layout=layout,
-            source=node.meta["source"],
-            name=node.name,
-        )
-        new.meta.update({k: v for k, v in node.meta.items() if k not in new.meta})
+        new = call(self.graph, node.target, args, kwargs, type=type_, layout=layout, name=node.name)
+        new.meta.update(node.meta | {"type": type_, "layout": layout})
         if isinstance(types, tuple):
             self.made[node] = new
         else:
@@ -138,7 +128,8 @@ class _Partition:
             if new.meta["type"] != want:
                 raise RuleError(
                     f"the local form of {node.target} gives {new.meta['type']}, its rule says {want}",
-                    at=node.meta["source"] or None,
+                    at=f"{node.meta['source'] or '%' + node.name}, along axis {self.axis!r}",
+                    hint="a local form gives each output in the placement that its rule says",
                 )
             new.meta["layout"] = self._layout(layouts[index] if several else layouts, placement)
             self.local[node, index] = new
@@ -156,7 +147,7 @@ class _Partition:
             return self.local[value]
         key = (*value, placement)
         if key not in self.moved:
-            why = f"%{node.name} is {placement_text(have)}, {user} needs {placement_text(placement)}"
+            why = f"{value_text(node)} is {placement_text(have)}, {user} needs {placement_text(placement)}"
             self.moved[key] = self._redistribute(node, have, placement, why)
         return self.moved[key]
 
@@ -180,6 +171,15 @@ class _Partition:
 
     def _layout(self, layout: Layout | None, placement: Placement | None) -> Any:
         return layout.extended(self.axis, placement) if layout is not None and placement is not None else layout
+
+
+@cache
+def _names(op: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def _is_whole(rule: Rule) -> bool:
+    return all(placement is None or placement == REPLICATE for placement in (*rule.inputs, *rule.outputs))
 
 
 def redistribution(have: Placement, want: Placement, axis: str, size: int) -> tuple[Any, Sequence[Any]]:

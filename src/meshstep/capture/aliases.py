@@ -21,15 +21,15 @@ aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Base:
     """A storage: counts the writes to it."""
 
     version: int = 0
-    fixed: str = ""  # why it may not be written to, if it may not
+    fixed: tuple[str, str] | None = None  # if it may not be written to: what is wrong then, and what to try
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ref:
     """What is known of one tensor of the trace.
 
@@ -60,7 +60,7 @@ class Ref:
     def write(self, value: fx.Node, emit: Emit) -> None:
         """Give the tensor a new value."""
         if self.base.fixed:
-            raise CaptureError(self.base.fixed)
+            raise CaptureError(self.base.fixed[0], hint=self.base.fixed[1])
         ref, new = self, value
         while ref.parent is not None:
             new = self._into(ref, new, emit)
@@ -82,7 +82,7 @@ class Ref:
         assert ref.parent is not None
         if ref.view is None:
             return value
-        op, args, kwargs = ref.view
+        op, args, _ = ref.view
         shape = list(ref.parent.type.shape)
         if op in _RESHAPES:
             return emit(aten.reshape.default, (value, shape), {})
@@ -95,6 +95,7 @@ _RESHAPES = frozenset(
     {
         aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
         aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._reshape_alias.default,
+        aten.expand.default,
     }
 )  # fmt: skip
 
@@ -137,6 +138,22 @@ def _into_diagonal(emit: Emit, base: fx.Node, value: fx.Node, args: tuple, index
     return emit(aten.diagonal_scatter.default, (base, value, *args), {})
 
 
+def _into_strided(emit: Emit, base: fx.Node, value: fx.Node, args: tuple, index: int | None) -> fx.Node:
+    return emit(aten.as_strided_scatter.default, (base, value, *args), {})
+
+
+def _into_dtype(emit: Emit, base: fx.Node, value: fx.Node, args: tuple, index: int | None) -> fx.Node:
+    return emit(aten.view.dtype, (value, base.meta["type"].dtype), {})
+
+
+def _into_complex(emit: Emit, base: fx.Node, value: fx.Node, args: tuple, index: int | None) -> fx.Node:
+    return emit(aten.view_as_real.default, (value,), {})
+
+
+def _into_real(emit: Emit, base: fx.Node, value: fx.Node, args: tuple, index: int | None) -> fx.Node:
+    return emit(aten.view_as_complex.default, (value,), {})
+
+
 _SCATTERS: dict[Any, Callable[..., fx.Node]] = {
     aten.t.default: _into_t,
     aten.transpose.int: _into_transpose,
@@ -147,4 +164,8 @@ _SCATTERS: dict[Any, Callable[..., fx.Node]] = {
     aten.split.Tensor: _into_split,
     aten.split_with_sizes.default: _into_split,
     aten.diagonal.default: _into_diagonal,
+    aten.as_strided.default: _into_strided,
+    aten.view.dtype: _into_dtype,
+    aten.view_as_complex.default: _into_complex,
+    aten.view_as_real.default: _into_real,
 }

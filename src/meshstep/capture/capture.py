@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from .._torch import FakeTensorMode, compiling
+from .._torch import FakeTensorMode, compiling, storage_id
 from ..errors import CaptureError, InputError
 from ..ir.program import Program, Result, Slot, SlotKind, prune
 from ..mesh import Mesh
+from .attributes import MISSING, Attributes, has_tensors
+from .numbers import LiveNumbers
 from .places import (
     ArgumentPlace,
+    AttributePlace,
+    BufferPlace,
     ConstantPlace,
     GradientPlace,
     HyperparameterPlace,
     OptimizerStatePlace,
+    ParameterPlace,
     Place,
+    RequiresGradPlace,
 )
+from .randomness import undisturbed
 from .scalars import compute_scalars_in_float64
-from .state import Held, State, collect, hyperparameters, python_values, state_slot
+from .source import definition_line, user_line
+from .state import Held, State, collect, hyperparameters, overlap, python_values, state_slot
 from .swap import fake_like, swapped
 from .tracer import Tracer
 from .tree import Spec, flatten, paths
@@ -53,7 +64,8 @@ class Captured:
         returned: The leaves of the return value.
         returned_spec: Puts them together.
         cleared: Gradients that are None after the step.
-        python_state: Optimizer state that is no tensor, set when the program has run.
+        python_state: What of the state is no tensor, set when the program has run.
+        attributes: The Python values that are compiled in.
         creates_state: Whether optimizer state or gradients come into being: the next call has another program.
     """
 
@@ -64,7 +76,8 @@ class Captured:
     returned: tuple[Returned, ...]
     returned_spec: Spec
     cleared: tuple[GradientPlace, ...]
-    python_state: tuple[tuple[OptimizerStatePlace, Any], ...]
+    python_state: tuple[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any], ...]
+    attributes: Attributes
     creates_state: bool
 
 
@@ -90,14 +103,31 @@ def capture(
         CaptureError: The Python needs the value of a tensor, or does what cannot be recorded.
         InputError: There is nothing to train among the arguments.
     """
+    for leaf, name in zip(leaves, names, strict=True):
+        _check_leaf(leaf, name, function)
     state = collect(leaves, names)
     if not state.modules and not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise InputError(
             f"{function.__name__} gets no module and no tensor",
-            at=f"arguments {', '.join(names) or 'none'}",
+            at=f"{definition_line(function)}, arguments {', '.join(names) or 'none'}",
             hint="pass the model, the optimizer and the batch to the step as arguments",
         )
     return _Capture(function, state, mesh).run(invoke, leaves, names, shapes)
+
+
+def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
+    if isinstance(leaf, torch.optim.LBFGS):
+        raise CaptureError(
+            "LBFGS computes the loss as often as its value demands",
+            at=f"{definition_line(function)}, argument {name}",
+            hint="compile the computation of loss and gradients, and step LBFGS outside",
+        )
+    if isinstance(leaf, LRScheduler):
+        raise CaptureError(
+            "a learning-rate scheduler among the arguments: its Python numbers would be those of the first call",
+            at=f"{definition_line(function)}, argument {name}",
+            hint="call scheduler.step() after the compiled step: a new lr needs no recompile",
+        )
 
 
 class _Capture:
@@ -111,8 +141,18 @@ class _Capture:
         self.results: list[tuple[Result, fx.Node, Place | None]] = []
         self.fakes: dict[int, Tensor] = {}
         self.cleared: list[GradientPlace] = []
-        self.python_state: list[tuple[OptimizerStatePlace, Any]] = []
+        self.python_state: list[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any]] = []
+        self.attributes = Attributes(state.owners())
+        self.stepped: dict[int, str] = {}
         self._before = python_values(state)
+        self._owner_of: dict[Any, Slot] = {}
+        self._named = {
+            (id(module), name)
+            for module in state.submodules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        }
 
     def run(
         self,
@@ -127,13 +167,15 @@ class _Capture:
             (slot, place, self._input(slot, place, self._number(place))) for slot, place in hyperparameters(self.state)
         ]
         arguments = self._arguments(leaves, names, shapes)
-        with swapped(self.state, self.fakes, live):
-            returned = self._trace(invoke, arguments)
-            self._check_live(live)
+        with undisturbed(), swapped(self.state, self.fakes, live):
+            with self._noting_steps():
+                returned = self._trace(invoke, arguments)
             with self.mode, self.tracer, torch.no_grad():
                 self._collect_returned(returned)
                 self._collect_state()
+                self._collect_attributes()
                 self._collect_arguments(leaves, arguments, names)
+        self._check_shared()
         return self._finish(returned)
 
     def _input(self, slot: Slot, place: Place, fake: Tensor) -> Tensor:
@@ -143,7 +185,9 @@ class _Capture:
 
     def _number(self, place: HyperparameterPlace) -> Tensor:
         with self.mode:
-            return torch.empty((), dtype=torch.float64, device=place.device)
+            number = torch.empty((), dtype=torch.float64, device=place.device)
+        self.tracer.nonzero[id(number)] = bool(place.value() != 0)
+        return number
 
     def _arguments(
         self, leaves: Sequence[Any], names: Sequence[str], shapes: Sequence[tuple[int, ...] | None]
@@ -162,17 +206,20 @@ class _Capture:
         return arguments
 
     def _trace(self, invoke: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
-        with compiling(), torch.autograd.set_multithreading_enabled(False), self.mode, self.tracer:
+        with compiling(), torch.autograd.set_multithreading_enabled(False), LiveNumbers(), self.mode, self.tracer:
             return invoke(arguments)
 
-    def _check_live(self, live: list[tuple[Slot, HyperparameterPlace, Tensor]]) -> None:
-        for _, place, fake in live:
-            if place.optimizer.param_groups[place.group][place.key] is not fake:
-                raise CaptureError(
-                    f"the step changes {place.key!r} of the optimizer",
-                    at=f"{type(place.optimizer).__name__}.param_groups[{place.group}]",
-                    hint="call scheduler.step() after the compiled step, not in it: a new value needs no recompile",
-                )
+    @contextlib.contextmanager
+    def _noting_steps(self) -> Iterator[None]:
+        """Remember the line at which each optimizer steps."""
+        with contextlib.ExitStack() as stack:
+            for _, optimizer in self.state.optimizers:
+                hook = optimizer.register_step_post_hook(self._note_step)
+                stack.callback(hook.remove)
+            yield
+
+    def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.stepped[id(optimizer)] = user_line()
 
     def _collect_returned(self, returned: Any) -> None:
         leaves, spec = flatten(returned)
@@ -182,20 +229,103 @@ class _Capture:
 
     def _collect_state(self) -> None:
         for held in self.state.held:
-            fake = self.fakes[id(held.tensor)]
-            if held.slot.kind is SlotKind.BUFFER:
-                fake = held.place.read([])  # type: ignore[assignment]  # the step may have put another tensor there
             if held.slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
-                self._changed(held.slot, held.place, fake)
+                self._collect_held(held)
         for held in self.state.parameters():
             self._collect_gradient(held)
+        by_fake = {id(self.fakes[id(h.tensor)]): h for h in self.state.parameters()}
         for path, optimizer in self.state.optimizers:
-            by_fake = {id(self.fakes[id(h.tensor)]): h for h in self.state.parameters()}
             for fake, entries in optimizer.state.items():
+                owner = by_fake.get(id(fake))
+                if owner is None:
+                    raise CaptureError(
+                        "the optimizer keeps state of a tensor that it did not have before",
+                        at=f"{self.stepped.get(id(optimizer), '')} {type(optimizer).__name__}".strip(),
+                        hint="give it all its parameters before the step",
+                    )
                 for key, value in entries.items():
-                    owner = by_fake[id(fake)]
                     place = OptimizerStatePlace(optimizer, owner.place, key)
                     self._collect_entry(state_slot(self.state, path, owner, key), place, value)
+
+    def _collect_held(self, held: Held) -> None:
+        """The new value of a parameter, a buffer or an attribute."""
+        fake, place = self.fakes[id(held.tensor)], held.place
+        now = place.read([]) if isinstance(place, (ParameterPlace, BufferPlace, AttributePlace)) else fake
+        if isinstance(place, AttributePlace) and now is not fake:
+            if isinstance(now, Tensor):
+                self._collect_new(place, now)
+            return
+        if now is None or (isinstance(place, ParameterPlace) and now is not fake):
+            raise CaptureError(
+                f"the step {'removes' if now is None else 'replaces'} {held.slot}",
+                at=type(place.module).__name__,  # type: ignore[union-attr]
+                hint="change its values under torch.no_grad(), by copy_ for example",
+            )
+        self._changed(held.slot, place, now)
+        self._check_alone(held.slot, now)
+        if held.slot.kind is SlotKind.PARAMETER and now.requires_grad is not held.tensor.requires_grad:
+            self.python_state.append((RequiresGradPlace(place), now.requires_grad))
+
+    def _check_alone(self, slot: Slot, tensor: Tensor) -> None:
+        other = self._owner_of.setdefault(self.tracer.memory(tensor), slot)
+        if other != slot:
+            raise CaptureError(
+                f"{other} and {slot} share memory after the step",
+                at=self.tracer.value(tensor).meta["source"] or None,
+                hint="assign a copy: .clone()",
+            )
+
+    def _check_shared(self) -> None:
+        """Refuse to change one of two tensors that share memory: the other one would stay as it was."""
+        written = {result.slot for result, _, _ in self.results}
+        by_storage: dict[int, list[Held]] = {}
+        for held in self.state.held:
+            others = by_storage.setdefault(storage_id(held.tensor), [])
+            for other in others:
+                if overlap(held.tensor, other.tensor) and not written.isdisjoint((held.slot, other.slot)):
+                    raise CaptureError(
+                        f"{other.slot} and {held.slot} share memory, and the step changes it",
+                        at=definition_line(self.function),
+                        hint="make them one (module.b = module.a), or give each its own memory (.clone())",
+                    )
+            others.append(held)
+
+    def _collect_attributes(self) -> None:
+        """Attributes that the step has set; tensors that were there before are state like any other."""
+        changed = self.attributes.changed_table()
+        if changed is not None:
+            raise CaptureError(f"after the step, {changed}", hint="change submodules and hooks outside of the step")
+        for module in self.state.submodules():
+            self._check_tables(module)
+        for owner, name, before, now in self.attributes.changes():
+            place, shown = AttributePlace(owner, name), f"{type(owner).__name__}.{name}"
+            if isinstance(now, Tensor):
+                if not isinstance(before, Tensor):
+                    self._collect_new(place, now)
+            elif now is MISSING:
+                raise CaptureError(f"the step deletes the attribute {shown}", hint="set it to None")
+            elif has_tensors(now):
+                raise CaptureError(
+                    f"the step leaves tensors in the {type(now).__name__} {shown}",
+                    at=f"attribute {self.state.name(owner, name)}",
+                    hint="return them from the step, or empty it before the step ends",
+                )
+            else:
+                self.python_state.append((place, copy.deepcopy(now)))
+
+    def _collect_new(self, place: AttributePlace, tensor: Tensor) -> None:
+        """A tensor that the step has put into an attribute: set anew after each run."""
+        slot = Slot(SlotKind.BUFFER, f"{self.state.name(place.owner, place.name)} (set)")
+        self.results.append((Result(slot.name, slot), self.tracer.value(tensor), place))
+
+    def _check_tables(self, module: nn.Module) -> None:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (id(module), name) not in self._named:
+                raise CaptureError(
+                    f"the step gives the module a new parameter or buffer {name!r}",
+                    at=f"{type(module).__name__}, {self.state.name(module, name)}",
+                    hint="register it before the step",
+                )
 
     def _collect_gradient(self, held: Held) -> None:
         slot, place = Slot(SlotKind.GRADIENT, held.slot.name), GradientPlace(held.place)
@@ -213,9 +343,10 @@ class _Capture:
         if before is None and value is not None:
             self.python_state.append((place, value))
         elif before != value:
+            line = self.stepped.get(id(place.optimizer), "")
             raise CaptureError(
                 f"the optimizer keeps {place.key!r} as a Python value that changes in every step",
-                at=f"{type(place.optimizer).__name__}, {slot.name}",
+                at=", ".join(filter(None, (line, type(place.optimizer).__name__, slot.name))),
                 hint="keep it as a 0-d tensor, as the optimizers of torch.optim do",
             )
 
@@ -234,8 +365,15 @@ class _Capture:
     def _changed(self, slot: Slot, place: Place, tensor: Tensor) -> None:
         """A result, if the value of the slot at the end is not the one at the start."""
         node = self.tracer.value(tensor)
-        if slot not in self.places or not self._is_input(slot, node):
-            self.results.append((Result(slot.name, slot), node, place))
+        if slot in self.places and self._is_input(slot, node):
+            return
+        if slot in self.places and node.meta["type"] != self.tracer.type_of(slot):
+            raise CaptureError(
+                f"the step changes the type of {slot} from {self.tracer.type_of(slot)} to {node.meta['type']}",
+                at=node.meta["source"] or None,
+                hint="write into it (copy_), or give it the type before the step",
+            )
+        self.results.append((Result(slot.name, slot), node, place))
 
     def _is_input(self, slot: Slot, node: fx.Node) -> bool:
         return node.op == "placeholder" and self.tracer.slot_of(node) == slot
@@ -267,5 +405,9 @@ class _Capture:
             returned_spec=spec,
             cleared=tuple(self.cleared),
             python_state=tuple(self.python_state),
-            creates_state=any(result.slot and result.slot not in known for result in program.results),
+            attributes=self.attributes,
+            creates_state=any(
+                result.slot and result.slot not in known and not isinstance(place, AttributePlace)
+                for result, _, place in self.results
+            ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,11 +96,40 @@ class OptimizerStatePlace:
 
     def read(self, leaves: list[Any]) -> Any:
         """The entry, None if there is none."""
-        return self.optimizer.state[self.owner.read(leaves)].get(self.key)
+        owner: Any = self.owner.read(leaves)
+        return self.optimizer.state[owner].get(self.key)
 
     def create(self, leaves: list[Any], value: Any) -> None:
         """Set the entry."""
-        self.optimizer.state[self.owner.read(leaves)][self.key] = value
+        owner: Any = self.owner.read(leaves)
+        self.optimizer.state[owner][self.key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributePlace:
+    """An attribute of a module or optimizer that is neither parameter nor buffer."""
+
+    owner: Any
+    name: str
+
+    def read(self, leaves: list[Any]) -> Any:
+        """The attribute, None if there is none."""
+        return self.owner.__dict__.get(self.name)
+
+    def create(self, leaves: list[Any], value: Any) -> None:
+        """Set the attribute; containers are copied."""
+        self.owner.__dict__[self.name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequiresGradPlace:
+    """Whether a parameter requires grad."""
+
+    owner: Place
+
+    def create(self, leaves: list[Any], value: bool) -> None:
+        """Set it."""
+        self.owner.read(leaves).requires_grad_(value)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,17 +137,29 @@ class HyperparameterPlace:
     """A number in an optimizer's param group, read as a 0-d float64 tensor.
 
     `lr` may be a tensor there too, as torch allows.
+
+    Args:
+        optimizer: The optimizer.
+        group: Index of the group.
+        key: Key of the number, or of the tuple that it is in.
+        index: Its place in the tuple; None if it is in none.
+        device: Where it is wanted.
     """
 
     optimizer: Optimizer
     group: int
     key: str
+    index: int | None
     device: torch.device
 
+    def value(self) -> Any:
+        """The present number."""
+        found = self.optimizer.param_groups[self.group][self.key]
+        return found if self.index is None else found[self.index]
+
     def read(self, leaves: list[Any]) -> Tensor:
-        """The present value."""
-        value = self.optimizer.param_groups[self.group][self.key]
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        """The present number as a tensor."""
+        return torch.as_tensor(self.value(), dtype=torch.float64, device=self.device)
 
 
 Place = (
@@ -128,5 +170,6 @@ Place = (
     | ConstantPlace
     | GradientPlace
     | OptimizerStatePlace
+    | AttributePlace
     | HyperparameterPlace
 )

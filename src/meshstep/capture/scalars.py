@@ -23,7 +23,8 @@ aten = torch.ops.aten
 
 def compute_scalars_in_float64(program: Program) -> Program:
     """The program with its scalar chains widened; the same program if it has none."""
-    scalars = [node for chain in _chains(program) for node in chain if _is_for_tensors(chain)]
+    found = [node for chain in _chains(program) for node in chain if _is_for_tensors(chain)]
+    scalars = [node for node in found if _is_narrow(node.meta["type"])]
     if not scalars:
         return program
     new, copies = program.copy()
@@ -56,22 +57,27 @@ def _is_for_tensors(chain: dict[fx.Node, None]) -> bool:
 
 
 def _scalars(program: Program) -> dict[fx.Node, None]:
-    """The float32 nodes that are 0-d and depend on nothing else."""
+    """The nodes that are 0-d and depend on nothing else."""
     found = dict.fromkeys(
-        node for slot, node in program.inputs if slot.kind is SlotKind.OPTIMIZER_STATE and _is_scalar(node.meta["type"])
+        node for slot, node in program.inputs if slot.kind is SlotKind.OPTIMIZER_STATE and _is_narrow(node.meta["type"])
     )
     sources = found | dict.fromkeys(n for s, n in program.inputs if s.kind is SlotKind.HYPERPARAMETER)
     for node in program.graph.nodes:
-        if node.op != "call_function" or is_part(node) or not _is_scalar(node.meta["type"]):
+        type_ = node.meta.get("type")
+        if node.op != "call_function" or is_part(node) or not isinstance(type_, TensorType) or type_.ndim:
             continue
         inputs = node.all_input_nodes
         if node.target is aten.full.default or (inputs and all(n in sources for n in inputs)):
-            found[node] = None
-            sources[node] = None
+            found[node] = sources[node] = None
     return found
 
 
-def _is_scalar(type_: Any) -> bool:
+def _is_rounding(node: fx.Node) -> bool:
+    """Whether the user's code rounds a number: whoever reads it sees it rounded in the plain loop too."""
+    return node.target is aten._to_copy.default and not node.meta.get("narrowed")
+
+
+def _is_narrow(type_: Any) -> bool:
     narrow = (torch.float32, torch.float16, torch.bfloat16)
     return isinstance(type_, TensorType) and type_.ndim == 0 and type_.dtype in narrow
 
@@ -98,6 +104,9 @@ class _Widening:
         if node.op == "placeholder":
             first = next(n for n in self.graph.nodes if n.op != "placeholder")
             with self.graph.inserting_before(first):
+                return self._cast(node, torch.float64)
+        if _is_rounding(node) or (node in self.stored and node.target is not aten._to_copy.default):
+            with self.graph.inserting_after(node):  # computed in its own dtype in the plain loop too
                 return self._cast(node, torch.float64)
         with self.graph.inserting_before(node):
             kwargs = {**node.kwargs, "dtype": torch.float64} if "dtype" in node.kwargs else dict(node.kwargs)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
+from types import FrameType
+from typing import Any
 
 import torch
+
+from ..errors import CaptureError
 
 _NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
@@ -17,13 +23,47 @@ _NOT_THE_USERS = tuple(
 
 def user_line() -> str:
     """`file.py:line` of the innermost running frame that is not of torch, meshstep or the interpreter; "" if none."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if _is_users(code.co_filename):
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
+
+
+def definition_line(function: Callable[..., Any]) -> str:
+    """`file.py:line name` of where a function is defined; its name alone if that is unknown."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {name}"
+
+
+def value_needed(line: str) -> CaptureError:
+    """The error when Python wants to know the value of a tensor at a line."""
+    optimizer = _running_optimizer()
+    if optimizer is not None:
+        return CaptureError(
+            f"{optimizer}.step needs the value of a tensor in Python",
+            at=line or None,
+            hint="an optimizer that computes with tensors only (AdamW, SGD), or step this one outside",
+        )
+    return CaptureError(
+        "a tensor's value is needed in Python (.item(), float(), bool(), `if` on a tensor)",
+        at=line or None,
+        hint="return the tensor from the step and look at it outside, or use torch.where",
+    )
+
+
+def _running_optimizer() -> str | None:
+    """The class of the optimizer whose method is running; None if none is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return None
 
 
 def is_user_frame(filename: str) -> bool:

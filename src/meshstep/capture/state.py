@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from ..errors import CaptureError
 from ..ir.program import Slot, SlotKind
+from . import attributes
 from .places import (
     ArgumentPlace,
+    AttributePlace,
     BufferPlace,
     GradientPlace,
     GroupPlace,
@@ -23,7 +25,18 @@ from .places import (
     Place,
 )
 
-LIVE = ("lr",)  # what a scheduler changes; read anew at every call
+LIVE = ("lr",)  # what any scheduler changes; read anew at every call
+CYCLED = frozenset(  # their momentum may be a tensor
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
 DIFFERENT_KERNELS = {
     "foreach": False,
     "fused": False,
@@ -46,11 +59,13 @@ class State:
     """What was found among the arguments.
 
     Args:
+        names: What precedes the names of a module's or optimizer's attributes, by the `id` of it: `blocks.0.`.
         modules: Modules by path, each once.
         optimizers: Optimizers by path, each once.
         held: Every tensor of state, each once: parameters, buffers, gradients, optimizer state.
     """
 
+    names: dict[int, str] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
@@ -65,6 +80,14 @@ class State:
         for _, module in self.modules:
             found |= {id(m): m for m in module.modules()}
         return list(found.values())
+
+    def owners(self) -> list[Any]:
+        """All modules and optimizers, each once."""
+        return [*self.submodules(), *(optimizer for _, optimizer in self.optimizers)]
+
+    def name(self, owner: Any, attribute: str) -> str:
+        """The name of an attribute of a module or optimizer."""
+        return self.names.get(id(owner), "") + attribute
 
 
 def collect(leaves: Sequence[Any], paths: Sequence[str]) -> State:
@@ -83,6 +106,7 @@ def collect(leaves: Sequence[Any], paths: Sequence[str]) -> State:
             seen.add(id(leaf))
         elif isinstance(leaf, Optimizer):
             state.optimizers.append((path, leaf))
+            state.names[id(leaf)] = f"{path}."
             seen.add(id(leaf))
     _collect_modules(state)
     _collect_arguments(state, leaves, paths)
@@ -98,6 +122,7 @@ def _collect_modules(state: State) -> None:
         prefix = f"{path}." if len(state.modules) > 1 else ""
         for name, owner in module.named_modules():
             below = f"{prefix}{name}." if name else prefix
+            state.names[id(owner)] = below
             for key, tensor in owner._parameters.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -107,6 +132,12 @@ def _collect_modules(state: State) -> None:
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     state.held.append(Held(Slot(SlotKind.BUFFER, below + key), BufferPlace(owner, key), buffer))
+    for owner in state.submodules():  # after all others: an attribute may be a second name of a parameter
+        for key, tensor in attributes.tensors(owner):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                slot = Slot(SlotKind.BUFFER, state.name(owner, key))
+                state.held.append(Held(slot, AttributePlace(owner, key), tensor))
 
 
 def _collect_arguments(state: State, leaves: Sequence[Any], paths: Sequence[str]) -> None:
@@ -153,6 +184,19 @@ def _collect_optimizer_state(state: State) -> None:
                     )
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage may have an element in common."""
+    (a_from, a_to), (b_from, b_to) = _extent(a), _extent(b)
+    return max(a_from, b_from) < min(a_to, b_to)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + (int(last) + 1) * tensor.itemsize if tensor.numel() else start
+
+
 def state_slot(state: State, path: str, owner: Held, key: str) -> Slot:
     """The slot of an optimizer's state: `fc1.weight.exp_avg`, with the optimizer's path if there are several."""
     prefix = f"{path}." if len(state.optimizers) > 1 else ""
@@ -175,22 +219,41 @@ def hyperparameters(state: State) -> list[tuple[Slot, HyperparameterPlace]]:
     """The live numbers of every param group."""
     found = []
     for path, optimizer in state.optimizers:
-        for index, group in enumerate(optimizer.param_groups):
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            for key in LIVE:
-                if key in group:
-                    place = HyperparameterPlace(optimizer, index, key, device)
-                    found.append((Slot(SlotKind.HYPERPARAMETER, f"{path}.{key}[{index}]"), place))
+        for group, options in enumerate(optimizer.param_groups):
+            device = options["params"][0].device if options["params"] else torch.device("cpu")
+            for key, index in _live(optimizer, options):
+                place = HyperparameterPlace(optimizer, group, key, index, device)
+                name = f"{path}.{key}[{group}]" + ("" if index is None else f"[{index}]")
+                found.append((Slot(SlotKind.HYPERPARAMETER, name), place))
     return found
+
+
+def _live(optimizer: Optimizer, group: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """Keys of the live numbers, each with its place if it is in a tuple."""
+    found: list[tuple[str, int | None]] = [(key, None) for key in LIVE if key in group]
+    return [*found, cycled] if (cycled := cycled_momentum(optimizer, group)) else found
+
+
+def cycled_momentum(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """The momentum, if a scheduler changes it at every step: `OneCycleLR` and `CyclicLR` note its range."""
+    if "max_momentum" not in group or type(optimizer) not in CYCLED:
+        return None
+    return ("betas", 0) if "betas" in group else ("momentum", None)
 
 
 def frozen_hyperparameters(optimizer: Optimizer) -> tuple:
     """What of the param groups is compiled in: all but the live numbers, the parameters and the choice of kernel."""
+    return tuple(_frozen(optimizer, group) for group in optimizer.param_groups)
+
+
+def _frozen(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple:
     skipped = {"params", *LIVE, *DIFFERENT_KERNELS, "initial_lr"}
-    return tuple(
-        tuple((key, _hashable(value)) for key, value in group.items() if key not in skipped)
-        for group in optimizer.param_groups
-    )
+    cycled = cycled_momentum(optimizer, group)
+    if cycled is None:
+        return tuple((key, _hashable(value)) for key, value in group.items() if key not in skipped)
+    key, index = cycled
+    values = dict(group) | {key: group[key] != 0 if index is None else group[key][1:]}
+    return tuple((key, _hashable(value)) for key, value in values.items() if key not in skipped)
 
 
 def _hashable(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import FakeTensorMode
+from ..errors import CaptureError
 from ..ir.program import Slot, SlotKind
+from .attributes import restored
 from .places import HyperparameterPlace
-from .state import DIFFERENT_KERNELS, FUSED, Held, State
+from .source import user_line
+from .state import DIFFERENT_KERNELS, FUSED, Held, State, cycled_momentum
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -46,55 +49,80 @@ def swapped(
             stack.enter_context(_module(module, fakes))
         _gradients(state.held, fakes)
         for _, optimizer in state.optimizers:
-            numbers = {(p.group, p.key): fake for _, p, fake in live if p.optimizer is optimizer}
+            numbers = [(place, fake) for _, place, fake in live if place.optimizer is optimizer]
             stack.enter_context(_optimizer(optimizer, fakes, numbers))
         yield
 
 
 @contextlib.contextmanager
 def _module(module: nn.Module, fakes: Mapping[int, Tensor]) -> Iterator[None]:
-    tables = (module.__dict__, module._parameters, module._buffers, module._modules)
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
     saved = [dict(table) for table in tables]
-    for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None:
-                table[name] = fakes[id(tensor)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, before in zip(tables, saved, strict=True):
-            table.clear()
-            table.update(before)
+    with restored(module):
+        for held in (*tables[:2], module.__dict__):
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = fakes[id(value)]
+        try:
+            yield
+        finally:
+            for table, before in zip(tables, saved, strict=True):
+                table.clear()
+                table.update(before)
 
 
 @contextlib.contextmanager
 def _optimizer(
-    optimizer: Optimizer, fakes: Mapping[int, Tensor], numbers: Mapping[tuple[int, str], Tensor]
+    optimizer: Optimizer, fakes: Mapping[int, Tensor], numbers: Sequence[tuple[HyperparameterPlace, Tensor]]
 ) -> Iterator[None]:
-    groups, entries = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [
-        _group(optimizer, group, fakes, {key: fake for (g, key), fake in numbers.items() if g == index})
-        for index, group in enumerate(groups)
-    ]
-    optimizer.state = defaultdict(dict)
-    for tensor, found in entries.items():
-        optimizer.state[fakes[id(tensor)]] = {
-            key: fakes[id(value)] if isinstance(value, Tensor) else value for key, value in found.items()
-        }
-    try:
+    entries = optimizer.state
+    with restored(optimizer):
+        optimizer.param_groups = [
+            _group(optimizer, group, fakes, [(place, fake) for place, fake in numbers if place.group == index])
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        optimizer.state = defaultdict(dict)
+        for tensor, found in entries.items():
+            optimizer.state[fakes[id(tensor)]] = {
+                key: fakes[id(value)] if isinstance(value, Tensor) else value for key, value in found.items()
+            }
         yield
-    finally:
-        optimizer.param_groups, optimizer.state = groups, entries
+
+
+class _Group(dict):
+    """A param group while the step is traced: what the step writes into it would be lost."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise CaptureError(
+            f"the step changes {key!r} of the optimizer",
+            at=user_line() or None,
+            hint="change it (or call scheduler.step()) after the compiled step: a new lr needs no recompile",
+        )
 
 
 def _group(
-    optimizer: Optimizer, group: dict[str, Any], fakes: Mapping[int, Tensor], numbers: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    fakes: Mapping[int, Tensor],
+    numbers: Sequence[tuple[HyperparameterPlace, Tensor]],
 ) -> dict[str, Any]:
-    kernels = dict(DIFFERENT_KERNELS)
-    if type(optimizer) in FUSED and all(t.is_floating_point() and not t.is_meta for t in group["params"]):
-        kernels |= {"fused": True, "capturable": False}
-    chosen = {key: value for key, value in kernels.items() if key in group}
-    return {**group, **chosen, **numbers, "params": [fakes[id(t)] for t in group["params"]]}
+    chosen = {key: value for key, value in _kernels(optimizer, group).items() if key in group}
+    live: dict[str, Any] = {}
+    for place, fake in numbers:
+        values = group[place.key]
+        live[place.key] = fake if place.index is None else (*values[: place.index], fake, *values[place.index + 1 :])
+    return _Group({**group, **chosen, **live, "params": [fakes[id(t)] for t in group["params"]]})
+
+
+def _kernels(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
+    """Fused where torch has such a kernel, for it takes Python numbers; else one tensor at a time."""
+    can_be_fused = (
+        type(optimizer) in FUSED
+        and cycled_momentum(optimizer, group) is None
+        and not group.get("differentiable")
+        and all(t.is_floating_point() and not t.is_meta for t in group["params"])
+    )
+    return DIFFERENT_KERNELS | ({"fused": True, "capturable": False} if can_be_fused else {})
 
 
 def _gradients(held: list[Held], fakes: Mapping[int, Tensor]) -> None:

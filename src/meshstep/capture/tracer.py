@@ -21,6 +21,8 @@ from .._torch import (
     has_composite_kernel,
     next_sequence_number,
     running_sequence_number,
+    skip_dispatch_modes,
+    storage_id,
 )
 from ..errors import CaptureError
 from ..ir.infer import infer
@@ -31,18 +33,32 @@ from ..layout import Layout
 from .aliases import Base, Ref
 from .decompose import DECOMPOSITIONS
 from .factories import FACTORIES
-from .source import user_line
+from .randomness import Draws, draws
+from .source import user_line, value_needed
 
 aten = torch.ops.aten
 
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.detach_.default})
 _FRESH_CONSTANTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_SCHEDULED = (
+    "the step changes a hyper-parameter of the optimizer",
+    "call scheduler.step() after the compiled step: a new lr needs no recompile",
+)
+_FOREIGN = (
+    "a tensor that is no argument of the step is changed in it",
+    "pass it as an argument, or make it a buffer of a module",
+)
 _TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default})
-_FUNCTIONAL = {  # where the names do not tell
-    aten.bernoulli_.float: aten.bernoulli.p,
-    aten.normal_.default: aten.normal_functional.default,
+_REFUSED = frozenset(
+    {
+        aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
+        aten.set_.source_Tensor_storage_offset, aten.resize_.default, aten.resize_as_.default,
+    }
+)  # fmt: skip
+_TRUE_VIEWS = {  # ops that hide it that they return views
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
-_REFUSED = frozenset({aten.set_.source_Tensor, aten.set_.source_Storage, aten.resize_.default})
 
 
 class Tracer(TorchDispatchMode):
@@ -52,6 +68,7 @@ class Tracer(TorchDispatchMode):
         graph: What has been recorded, without an output node.
         slots: What its placeholders are, in order.
         constants: Tensors that the step uses although they are no arguments.
+        nonzero: Whether a live number is other than zero, by the `id` of its tensor: Python may ask that.
     """
 
     def __init__(self) -> None:
@@ -60,16 +77,20 @@ class Tracer(TorchDispatchMode):
         self.graph = fx.Graph()
         self.slots: list[Slot] = []
         self.constants: dict[Slot, Tensor] = {}
+        self.nonzero: dict[int, bool] = {}
         self._slot_of: dict[fx.Node, Slot] = {}
         self._refs: dict[int, Ref] = {}
+        self._storages: dict[int, Any] = {}  # of the tensors above, when they were bound
         self._alive: list[Tensor] = []  # ids stay unique as long as their tensors live
+        self._draws = Draws()
         self._forward_lines: dict[int, str] = {}
         self._line = ""
 
     def placeholder(self, slot: Slot, tensor: Tensor) -> fx.Node:
         """Declare a fake tensor to be an input."""
         node = self._new_placeholder(slot, TensorType.of(tensor))
-        self._bind(tensor, Ref(Base(), node, node.meta["type"]))
+        fixed = _SCHEDULED if slot.kind is SlotKind.HYPERPARAMETER else None
+        self._bind(tensor, Ref(Base(fixed=fixed), node, node.meta["type"]))
         return node
 
     def value(self, tensor: Tensor) -> fx.Node:
@@ -80,20 +101,28 @@ class Tracer(TorchDispatchMode):
         """The slot of an input node."""
         return self._slot_of[placeholder]
 
+    def type_of(self, slot: Slot) -> TensorType:
+        """The type of an input."""
+        return next(node.meta["type"] for node, found in self._slot_of.items() if found == slot)
+
+    def memory(self, tensor: Tensor) -> Base:
+        """What is the same for tensors that share memory."""
+        return self._ref(tensor).base
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run one op below autograd and record it."""
         kwargs = kwargs or {}
         self._line = self._where()
         if func.namespace in ("profiler", "prim"):  # no computation
             return func(*args, **kwargs)
+        if func in _TO_PYTHON and (truth := self._truth(args[0])) is not None:
+            return truth
         if func in _TO_PYTHON:
-            raise CaptureError(
-                "a tensor's value is needed in Python (.item(), float(), bool(), `if` on a tensor)",
-                at=self._line or None,
-                hint="return the tensor from the step and look at it outside, or use torch.where",
-            )
+            raise value_needed(self._line)
         try:
-            return self._record(func, args, kwargs)
+            return self._record(_TRUE_VIEWS.get(func, func), args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(error.what, at=error.at or self._line or None, hint=error.hint) from error.__cause__
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"the result of {func} has a shape that depends on values",
@@ -127,6 +156,14 @@ class Tracer(TorchDispatchMode):
         self._write_down(func, args, kwargs, before, out)
         return out
 
+    def _truth(self, tensor: Tensor) -> bool | None:
+        """What `number != 0` or `number > 0` is for a live number that is not negative; None for anything else."""
+        node = self.value(tensor)
+        if node.target not in (aten.ne.Scalar, aten.gt.Scalar) or node.args[1] != 0:
+            return None
+        numbers = {self.value(t): self.nonzero[id(t)] for t in self._alive if id(t) in self.nonzero}
+        return numbers.get(node.args[0])  # type: ignore[arg-type]
+
     def _operands(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments as nodes, read before the op runs."""
         if func in _IDENTITIES or func in _FRESH_CONSTANTS:
@@ -137,11 +174,13 @@ class Tracer(TorchDispatchMode):
         effects = _effects(func)
         nodes, named = before
         if func in _REFUSED:
-            raise CaptureError(f"{func} changes a tensor's storage", at=self._line or None, hint="make a new tensor")
+            raise CaptureError(f"{func} changes a tensor's storage", hint="make a new tensor")
         if func in _IDENTITIES:
             self._bind_same(out, self._ref(args[0]))
-        elif func in _FRESH_CONSTANTS:  # torch.tensor(...): nobody else holds this one, so it may be written to
-            self._bind(out, Ref(Base(), self.value(args[0]), TensorType.of(out)))
+        elif func in _FRESH_CONSTANTS:
+            self._bind(out, Ref(Base(), self._fresh(args[0]), TensorType.of(out)))
+        elif torch.Tag.inplace_view in func.tags:
+            self._bind_view(args[0], self._refs[id(args[0])], _functional(func), nodes, named)
         elif effects.written:
             self._write(func, effects, args, kwargs, nodes, named, out)
         elif func in FACTORIES:
@@ -152,13 +191,19 @@ class Tracer(TorchDispatchMode):
             )
         else:
             node = self._emit(func, nodes, named, _types(out))
-            parent = self._ref(args[0]) if effects.is_view else None
+            parent = self._ref(args[0]) if effects.is_view or _shares_memory(out, args) else None
             self._bind_outputs(node, out, parent, (func, nodes[1:], named))
 
     def _bind_same(self, out: Tensor, parent: Ref) -> None:
         node = parent.read(self._emit)
         if self._refs.get(id(out)) is not parent:
             self._bind(out, Ref(parent.base, node, parent.type, parent, version=parent.base.version))
+
+    def _bind_view(self, tensor: Tensor, parent: Ref, op: Any, nodes: tuple, named: dict) -> None:
+        """A tensor that became a view of what it was, as by `t_`."""
+        type_ = TensorType.of(tensor)
+        node = self._emit(op, nodes, named, type_)
+        self._bind(tensor, Ref(parent.base, node, type_, parent, (op, nodes[1:], named), None, parent.base.version))
 
     def _bind_outputs(self, node: fx.Node, out: Any, parent: Ref | None, view: tuple) -> None:
         if isinstance(out, Tensor):
@@ -186,12 +231,10 @@ class Tracer(TorchDispatchMode):
             want = TensorType.of(target)
             if node.meta["type"].dtype != want.dtype:
                 node = self._emit(aten._to_copy.default, (node,), {"dtype": want.dtype}, want)
+                node.meta["narrowed"] = True  # by the storage it is written to, not by the user
             if node.meta["type"].shape != want.shape:
                 node = self._emit(aten.expand.default, (node, list(want.shape)), {}, want)
-            try:
-                self._ref(target).write(node, self._emit)
-            except CaptureError as error:
-                raise CaptureError(error.what, at=self._line or None, hint=error.hint) from None
+            self._ref(target).write(node, self._emit)
         returned = [out] if isinstance(out, Tensor) else list(out or ())
         for tensor, target in zip(returned, targets, strict=False):
             if tensor is not target:
@@ -208,7 +251,7 @@ class Tracer(TorchDispatchMode):
         functional = _functional(func)
         if effects.out_only:
             named = {k: v for k, v in named.items() if k not in effects.written}
-        node = self._emit(functional, nodes, named)
+        node = self._emit(functional, nodes, _defaults(func, functional, nodes) | named)
         return [node] if isinstance(node.meta["type"], TensorType) else self._parts(node)
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
@@ -245,37 +288,61 @@ class Tracer(TorchDispatchMode):
     def _emit(self, op: Any, args: tuple, kwargs: dict, type_: Any = None) -> fx.Node:
         if op is operator.getitem:
             return part(self.graph, *args)
+        random = draws(op, args, kwargs)
+        if random and (earlier := self._draws.earlier(op, args, kwargs)) is not None:
+            return earlier
         type_ = infer(op, args, kwargs) if type_ is None else type_
-        return call(self.graph, op, args, kwargs, type=type_, source=self._line)
+        node = call(self.graph, op, args, kwargs, type=type_, source=self._line)
+        if random:
+            self._draws.add(node)
+        return node
 
     def _node_of(self, value: Any) -> Any:
         return self.value(value) if isinstance(value, Tensor) else value
 
     def _ref(self, tensor: Tensor) -> Ref:
         found = self._refs.get(id(tensor))
-        return self._constant(tensor) if found is None else found
+        if found is None:
+            return self._constant(tensor)
+        return found if self._storages[id(tensor)]._cdata == storage_id(tensor) else self._reassigned(tensor)
+
+    def _reassigned(self, tensor: Tensor) -> Ref:
+        """After `tensor.data = other`: the tensor has become an alias of the other one."""
+        for other in reversed(self._alive):
+            if other is not tensor and self._storages[id(other)]._cdata == storage_id(tensor) and _alike(other, tensor):
+                parent = self._ref(other)
+                self._bind(tensor, Ref(parent.base, parent.read(self._emit), parent.type, parent))
+                self._refs[id(tensor)].version = parent.base.version
+                return self._refs[id(tensor)]
+        raise CaptureError(
+            "`.data` of a tensor is set to memory that no tensor of the step has",
+            hint="tensor.copy_(other) under torch.no_grad()",
+        )
 
     def _bind(self, tensor: Tensor, ref: Ref) -> None:
         self._refs[id(tensor)] = ref
+        self._storages[id(tensor)] = tensor.untyped_storage()
         self._alive.append(tensor)
+
+    def _fresh(self, tensor: Tensor) -> fx.Node:
+        """The value of `torch.tensor(...)`: nobody else holds this one, so it may be written to."""
+        if isinstance(tensor, FakeTensor) or id(tensor) in self._refs:
+            return self.value(tensor)
+        if tensor.numel() != 1:
+            return self._constant(tensor).node
+        with skip_dispatch_modes():
+            value = tensor.item()
+        options = {"dtype": tensor.dtype, "device": tensor.device}
+        return self._emit(aten.full.default, (list(tensor.shape), value), options, TensorType.of(tensor))
 
     def _constant(self, tensor: Tensor) -> Ref:
         if isinstance(tensor, FakeTensor):
-            raise CaptureError(
-                "the step uses a fake tensor that was made outside of it",
-                at=self._line or None,
-                hint="pass it as an argument",
-            )
-        type_ = TensorType.of(tensor)
-        if tensor.numel() == 1 and not tensor.is_meta:
-            options = {"dtype": tensor.dtype, "device": tensor.device}
-            node = self._emit(aten.full.default, (list(tensor.shape), tensor.item()), options, type_)
-        else:
-            slot = Slot(SlotKind.CONSTANT, f"tensor_{len(self.constants)}")
-            node = self._new_placeholder(slot, type_)
+            raise CaptureError("the step uses a fake tensor that was made outside of it", hint="pass it as an argument")
+        slot = Slot(SlotKind.CONSTANT, f"tensor_{len(self.constants)}")
+        node = self._new_placeholder(slot, TensorType.of(tensor))
+        with skip_dispatch_modes():
             self.constants[slot] = tensor.detach()
-        fixed = "a tensor that is no argument of the step is changed in it"
-        self._bind(tensor, Ref(Base(fixed=fixed), node, type_))
+        self._bind(tensor, Ref(Base(fixed=_FOREIGN), node, TensorType.of(tensor)))
         return self._refs[id(tensor)]
 
     def _new_placeholder(self, slot: Slot, type_: TensorType) -> fx.Node:
@@ -316,18 +383,56 @@ def _effects(func: Any) -> _Effects:
 
 @cache
 def _functional(func: Any) -> Any:
-    """The op that returns what an in-place or `out=` op writes."""
-    if func in _FUNCTIONAL:
-        return _FUNCTIONAL[func]
+    """The op that returns what an in-place or `out=` op writes: it takes the same arguments but for `out`."""
     namespace, name = func._schema.name.split("::")
-    overload = func._overloadname
-    if func._schema.is_mutable and not name.endswith("_"):
-        overload = overload.removesuffix("_out").replace("out", "default")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    found = getattr(packet, overload, None)
-    if found is None:
-        raise CaptureError(f"{func} changes a tensor in place and has no functional form")
-    return found
+    wanted = _arguments(func)
+    for found in (name.removesuffix("_"), f"{name.removesuffix('_')}_functional"):
+        packet = getattr(getattr(torch.ops, namespace), found, None)
+        for overload in packet.overloads() if packet is not None else ():
+            candidate = getattr(packet, overload)
+            if not candidate._schema.is_mutable and _arguments(candidate) == wanted:
+                return candidate
+    raise CaptureError(
+        f"{func} changes a tensor in place and has no functional form",
+        hint="an op that returns a new tensor",
+    )
+
+
+def _arguments(op: Any) -> list[tuple[str, str]]:
+    """Names and types of what an op reads."""
+    return [
+        (a.name, str(a.type))
+        for a in op._schema.arguments
+        if not (a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
+    ]
+
+
+def _defaults(func: Any, functional: Any, args: tuple) -> dict[str, Any]:
+    """Values that an in-place op may leave out and its functional form may not."""
+    required = {a.name for a in functional._schema.arguments if not a.has_default_value()}
+    return {
+        a.name: a.default_value
+        for a in func._schema.arguments[len(args) :]
+        if a.has_default_value() and a.name in required
+    }
+
+
+def _shares_memory(out: Any, args: tuple) -> bool:
+    """Whether an op returned its first argument's memory although its schema does not say so."""
+    first = out[0] if isinstance(out, (list, tuple)) and out else out
+    if not (isinstance(first, Tensor) and args and isinstance(args[0], Tensor)):
+        return False
+    return storage_id(first) == storage_id(args[0])
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage are the same elements in the same order."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
 
 
 @cache
@@ -345,7 +450,7 @@ def _foreach(func: Any) -> Any:
     for overload in (overloads.get(func._overloadname, "default"), "Tensor", "Scalar", "default"):
         if hasattr(packet, overload):
             return getattr(packet, overload)
-    raise CaptureError(f"{func} has no form for one tensor")
+    raise CaptureError(f"{func} has no form for one tensor", hint="the op on one tensor, in a loop")
 
 
 def _types(out: Any) -> Any:

@@ -72,8 +72,8 @@ def _items(tree: Any) -> list[tuple[Any, Any]] | None:
         return None
     if isinstance(tree, dict):
         return list(tree.items())
-    if hasattr(tree, "_fields") and isinstance(tree, tuple):
-        return list(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, tuple) and (fields := getattr(tree, "_fields", None)) is not None:
+        return list(zip(fields, tree, strict=True))
     if type(tree) in (list, tuple):
         return list(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -91,14 +91,16 @@ def _build(leaves: Iterator[Any], spec: Spec) -> Any:
 def _container(spec: Spec, children: list[Any]) -> Any:
     kind: Any = spec.kind
     pairs = dict(zip(spec.keys, children, strict=True))
+    if issubclass(kind, dict) and dataclasses.is_dataclass(kind):
+        return spec.kind(**pairs)  # type: ignore[misc]
     if dataclasses.is_dataclass(kind):
-        return kind(**pairs) if issubclass(kind, dict) else _dataclass(kind, pairs)
+        return _dataclass(kind, pairs)
     if issubclass(kind, dict):
         return _mapping(kind, pairs)
     return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
-def _mapping(kind: type, pairs: dict) -> Any:
+def _mapping(kind: Any, pairs: dict) -> Any:
     if kind is dict:
         return pairs
     made = kind.__new__(kind)  # a defaultdict, say: its constructor takes other things
@@ -106,7 +108,7 @@ def _mapping(kind: type, pairs: dict) -> Any:
     return made
 
 
-def _dataclass(kind: type, pairs: dict[str, Any]) -> Any:
+def _dataclass(kind: Any, pairs: dict[str, Any]) -> Any:
     made = kind.__new__(kind)
     for name, value in pairs.items():
         object.__setattr__(made, name, value)

@@ -15,6 +15,8 @@ Only the runtime can execute them: lowered to `c10d`, or over all virtual ranks 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def _axis_index(axis: str, device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
-_FAKES = {
+_FAKES: dict[str, Any] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -83,11 +85,12 @@ axis_index = torch.ops.meshstep.axis_index.default
 
 COLLECTIVES = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all, axis_slice, axis_index})
 SENDS_NOTHING = frozenset({axis_slice, axis_index})
+_AXIS: dict[Any, int] = {all_reduce: 2, all_gather: 2, reduce_scatter: 3, all_to_all: 3, axis_slice: 2, axis_index: 0}
 
 
 def axis_of(op: object, args: tuple) -> str:
     """The mesh axis of a call of a collective."""
-    return args[{all_reduce: 2, all_gather: 2, reduce_scatter: 3, all_to_all: 3, axis_slice: 2, axis_index: 0}[op]]
+    return args[_AXIS[op]]
 
 
 def bytes_sent(op: object, nbytes: int, size: int) -> int:

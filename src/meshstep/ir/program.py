@@ -12,14 +12,17 @@ Every node of the graph carries in `node.meta`:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .._torch import OpOverload
 from ..layout import Layout
 from ..mesh import Mesh
 from .collectives import COLLECTIVES, SENDS_NOTHING, axis_of, bytes_sent
@@ -101,7 +104,7 @@ class Program:
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
         """The input nodes, one a slot."""
-        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+        return tuple(self.graph.find_nodes(op="placeholder"))
 
     @property
     def inputs(self) -> Iterator[tuple[Slot, fx.Node]]:
@@ -111,7 +114,7 @@ class Program:
     @property
     def output_node(self) -> fx.Node:
         """The node that returns."""
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
 
     @property
     def outputs(self) -> Iterator[tuple[Result, fx.Node]]:
@@ -125,12 +128,47 @@ class Program:
             node for node in self.graph.nodes if node.op == "call_function" and node.target is not operator.getitem
         )
 
-    def copy(self) -> tuple[Program, dict[fx.Node, fx.Node]]:
-        """A private copy of the graph in a new program, and the map from old nodes to new ones."""
+    def copy(
+        self, order: Iterable[fx.Node] | None = None, merged: Mapping[fx.Node, fx.Node] | None = None
+    ) -> tuple[Program, dict[fx.Node, fx.Node]]:
+        """A private copy of the graph in a new program, and the map from old nodes to new ones.
+
+        Args:
+            order: The nodes in the order that they get; `None` is the order that they have.
+            merged: Nodes that are left out, each with an earlier one that takes its place.
+        """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for node in self.graph.nodes if order is None else order:
+            if merged and node in merged:
+                copies[node] = copies[merged[node]]
+            else:
+                copies[node] = copy_node(graph, node, copies)
         return replace(self, graph=graph), copies
+
+
+def append(
+    graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: Mapping[str, Any] | None = None, name: str | None = None
+) -> fx.Node:
+    """Append a node: `Graph.create_node` without its search for symbolic sizes, which takes a third of its time."""
+    node = graph.create_node(op, target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
+    return node
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Append a copy of a node of another graph, with its name and all that is known of it.
+
+    Args:
+        graph: Where it goes.
+        node: The node.
+        copies: What stands in for each of its inputs.
+    """
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+    new = append(graph, node.op, node.target, args, kwargs, node.name)
+    new.meta.update(node.meta)
+    return new
 
 
 def call(
@@ -145,7 +183,7 @@ def call(
     name: str | None = None,
 ) -> fx.Node:
     """Append a call to `graph` with all that a node of a program carries."""
-    node = graph.create_node("call_function", op, args, dict(kwargs or {}), name=name or name_of(op))
+    node = append(graph, "call_function", op, args, kwargs, name or name_of(op))
     empty: Any = (Layout(),) * len(type) if isinstance(type, tuple) else Layout()
     node.meta.update(type=type, layout=empty if layout is None else layout, source=source)
     return node
@@ -153,23 +191,30 @@ def call(
 
 def part(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     """Append `node[index]`, one output of an op with several."""
-    item = graph.create_node("call_function", operator.getitem, (node, index), name=f"{node.name}_part")
+    item = append(graph, "call_function", operator.getitem, (node, index), name=f"{node.name}_part")
     item.meta.update(
         type=node.meta["type"][index], layout=node.meta["layout"][index], source=node.meta.get("source", "")
     )
     return item
 
 
+@cache
 def name_of(op: Any) -> str:
-    """The short name that a node of this op gets."""
-    if isinstance(op, torch._ops.OpOverload):
-        return op._schema.name.split("::")[-1].strip("_")
-    return getattr(op, "__name__", "value").strip("_")
+    """The short name that a node of this op gets: `mm`, `layer_norm_backward`, `attention`."""
+    if not isinstance(op, OpOverload):
+        return getattr(op, "__name__", "value").strip("_")
+    name = op._schema.name.split("::")[-1].strip("_").removeprefix("native_")
+    return re.sub(r"^scaled_dot_product_(\w+_)?attention(_for_cpu)?", "attention", name)
 
 
 def is_part(node: fx.Node) -> bool:
     """Whether a node only picks one output of another one."""
     return node.target is operator.getitem
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: two equal ones give different values."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def producer(node: fx.Node) -> tuple[fx.Node, int]:

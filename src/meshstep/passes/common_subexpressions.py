@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..ir.program import Program
+from ..ir.program import Program, is_random
 
 
 @dataclass(frozen=True, slots=True)
 class CommonSubexpressions:
-    """Merge equal calls on equal arguments, collectives too. Random ops are never equal. Exact."""
+    """Merge equal calls on equal arguments, collectives too. Random ops are never equal. Exact.
+
+    Values of different layout stay apart, even where one rank's parts are equal: zeros `f32[4]` that are whole, and
+    zeros `f32[8/2]` that are a shard.
+    """
 
     def __call__(self, program: Program) -> Program:
         """The program with one call for each value."""
-        new, _ = program.copy()
         first: dict[Hashable, fx.Node] = {}
-        merged = 0
-        for node in new.graph.nodes:
-            if node.op != "call_function" or _is_random(node):
+        merged: dict[fx.Node, fx.Node] = {}
+        for node in program.graph.nodes:
+            if node.op != "call_function" or is_random(node):
                 continue
-            key = (node.target, _key(node.args), _key(node.kwargs))
+            key = (node.target, _key(node.args, merged), _key(node.kwargs, merged), node.meta["layout"])
             if first.setdefault(key, node) is not node:
-                node.replace_all_uses_with(first[key])
-                new.graph.erase_node(node)
-                merged += 1
-        return new if merged else program
+                merged[node] = first[key]
+        return program.copy(merged=merged)[0] if merged else program
 
 
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _key(value: Any) -> Hashable:
+def _key(value: Any, merged: Mapping[fx.Node, fx.Node]) -> Hashable:
+    if isinstance(value, fx.Node):
+        return merged.get(value, value)
     if isinstance(value, dict):
-        return tuple((k, _key(v)) for k, v in sorted(value.items()))
+        return tuple((k, _key(v, merged)) for k, v in sorted(value.items()))
     if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return value if isinstance(value, fx.Node) else (type(value), repr(value))  # 0.0 and -0.0, 1 and True differ
+        return tuple(_key(v, merged) for v in value)
+    return (type(value), repr(value))  # 0.0 and -0.0, 1 and True differ

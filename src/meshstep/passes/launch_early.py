@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from ..ir import collectives
-from ..ir.program import Program
-from .order import sort_nodes
+from ..ir.program import Program, is_random
+from .order import ordered
 
 _JOINS = frozenset({torch.ops.aten.reshape.default, torch.ops.aten.cat.default})
 
@@ -27,21 +27,19 @@ class LaunchEarly:
 
     def __call__(self, program: Program) -> Program:
         """The program in another order."""
-        new, _ = program.copy()
-        early = self._early(new)
-        moved = sort_nodes(new.graph, lambda node, place, inputs: inputs if node in early else (place,))
-        return new if moved else program
+        early = self._early(program)
+        order = ordered(program.graph, lambda node, place, inputs: inputs if node in early else (place,))
+        return program if order == list(program.graph.nodes) else program.copy(order)[0]
 
     def _early(self, program: Program) -> set[fx.Node]:
         early: set[fx.Node] = set()
         for node in program.graph.nodes:
-            if node.target not in collectives.COLLECTIVES or node.target in collectives.SENDS_NOTHING:
-                continue
-            early |= {node, *self._cheap_inputs(node), *_flattening(node)}
+            if node.target in collectives.COLLECTIVES and node.target not in collectives.SENDS_NOTHING:
+                early |= {node, *self._cheap_inputs(node), *_flattening(node)}
         return early
 
     def _cheap_inputs(self, node: fx.Node) -> Iterable[fx.Node]:
-        """All that the collective needs, if that is little."""
+        """All that the collective needs, if that is little; random numbers are drawn in the order of the program."""
         found: dict[fx.Node, None] = {}
         stack = [node]
         while stack:
@@ -49,7 +47,7 @@ class LaunchEarly:
                 if near.op == "call_function" and near not in found:
                     found[near] = None
                     stack.append(near)
-            if len(found) > self.cheap:
+            if len(found) > self.cheap or any(map(is_random, found)):
                 return ()
         return found
 

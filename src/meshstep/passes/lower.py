@@ -1,8 +1,8 @@
 """From a local program to a graph that torch runs: collectives of `c10d`, and the state updated in place.
 
 In the graph that comes out, in this order: the computation; `copy_` of new state into the inputs that hold it; the
-optimizer's in-place kernels on lists. Its inputs are the program's slots, its outputs the results that are no existing
-state.
+optimizer's counters and in-place kernels on lists. Its inputs are the program's slots, its outputs the results that
+are no existing state. What is read or returned after the memory that it shares is overwritten is copied before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch import OpOverload
 from ..ir import collectives
-from ..ir.program import Program, Slot, SlotKind, is_part, producer
-from ..ir.updates import BY_OP
+from ..ir.program import Program, append, name_of
+from ..ir.updates import BY_OP, Update
+from .state import in_place
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -59,26 +61,38 @@ class _Lowering:
     def __init__(self, program: Program, groups: Mapping[str, AxisGroup]) -> None:
         self.program, self.groups = program, groups
         self.graph = fx.Graph()
-        self.graph.set_codegen(fx.graph.CodeGen())
         self.new: dict[fx.Node, fx.Node] = {}
         self.waiting: dict[fx.Node, Callable[[], fx.Node]] = {}
-        self.updates, self.counters = _in_place_updates(program), _counters(program)
+        self.in_place = in_place(program)
+        self.overwritten: set[fx.Node] = set()
 
     def run(self) -> fx.GraphModule:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.new[node] = self.graph.placeholder(node.name)
-            elif node.op == "call_function" and node not in self.updates and node not in self.counters:
+            elif node.op == "call_function" and node not in self.in_place:
                 self._lower(node)
-        self._write_state()
+        for node in list(self.waiting):  # what is being sent must not be overwritten
+            self._value(node)
+        self._finish()
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule({}, self.graph, class_name=self.program.name)
+
+    def _finish(self) -> None:
+        """State, then what is returned."""
+        writes = self._writes()
+        copied = {holder for holder, _ in writes}
+        self.overwritten = copied | {self.new[node] for node in self.in_place.overwritten()}
+        kept, outputs = kept_results(self.program), list(self.program.outputs)
+        returned = [self._apart(self.new[outputs[i][1]], self.overwritten) for i in kept]
+        safe = [(holder, self._apart(value, copied)) for holder, value in writes]
+        kernels = self._kernels()
+        for holder, value in safe:
+            self._call(aten.copy_.default, holder, value)
         self._advance_counters()
-        self._run_updates()
-        outputs = list(self.program.output_node.args[0])  # type: ignore[arg-type]
-        self.graph.output(tuple(self._value(outputs[i]) for i in kept_results(self.program)))
-        module = fx.GraphModule({}, self.graph, class_name=self.program.name)
-        module.graph.eliminate_dead_code()
-        module.recompile()
-        return module
+        for kernel, args, kwargs in kernels:
+            self._call(kernel, *args, **kwargs)
+        self.graph.output(tuple(returned))
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The lowered value; a running collective is waited for at its first use."""
@@ -87,8 +101,6 @@ class _Lowering:
         return self.new[node]
 
     def _lower(self, node: fx.Node) -> None:
-        if is_part(node) and node.args[0] in self.updates:
-            return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
         if node.target in _COLLECTIVES:
             _COLLECTIVES[node.target](self, node, *args)
@@ -98,7 +110,7 @@ class _Lowering:
         self.new[node].meta.update(source=node.meta.get("source", ""))
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.graph.call_function(op, args, kwargs)
+        return append(self.graph, "call_function", op, args, kwargs, name_of(op))
 
     # Collectives: `start` now, `wait` at the first use.
 
@@ -165,51 +177,51 @@ class _Lowering:
 
     # State
 
-    def _write_state(self) -> None:
-        """New state into the inputs that hold it; what would be overwritten before it is read is copied first."""
-        writes = [
-            (self._holder(result.slot), self._value(node))
+    def _writes(self) -> list[tuple[fx.Node, fx.Node]]:
+        """The inputs that get a new value by a copy, each with it."""
+        holders = {slot: self.new[node] for slot, node in self.program.inputs}
+        return [
+            (holders[result.slot], self.new[node])
             for result, node in self.program.outputs
-            if result.slot in set(self.program.slots) and not self._is_in_place(node)
+            if result.slot in holders and node not in self.in_place
         ]
-        holders = {holder for holder, _ in writes}
-        safe = [(h, self._call(aten.clone.default, v) if _storage(v) in holders - {v} else v) for h, v in writes]
-        for holder, value in safe:
-            self._call(aten.copy_.default, holder, value)
 
-    def _holder(self, slot: Slot | None) -> fx.Node:
-        return self.new[self.program.placeholders[self.program.slots.index(slot)]]  # type: ignore[arg-type]
-
-    def _is_in_place(self, node: fx.Node) -> bool:
-        return producer(node)[0] in self.updates or node in self.counters
+    def _apart(self, value: fx.Node, overwritten: set[fx.Node]) -> fx.Node:
+        """A value in memory of its own, if it lies in what is overwritten."""
+        return self._call(aten.clone.default, value) if _storage(value) in overwritten else value
 
     def _advance_counters(self) -> None:
         by_step: dict[Any, list[fx.Node]] = {}
-        for node, held in self.counters.items():
+        for node, held in self.in_place.counters.items():
             by_step.setdefault(node.args[1], []).append(self.new[held])
-            self.new[node] = self.new[held]
-        for step, held in by_step.items():
-            self._call(aten._foreach_add_.Scalar, held, step)
+        for step, held_ones in by_step.items():
+            self._call(aten._foreach_add_.Scalar, held_ones, step)
 
-    def _run_updates(self) -> None:
-        """Updates of one kind and equal options in one kernel call."""
+    def _kernels(self) -> list[tuple[Any, list[Any], dict[str, Any]]]:
+        """The kernel calls of the in-place updates: those of one kind and equal options together."""
         together: dict[Any, list[fx.Node]] = {}
-        for node in self.updates:
-            update = BY_OP[node.target]
-            key = (node.target, node.args[len(update.lists) :], tuple(sorted(node.kwargs.items())))
-            given = tuple(a is None for a in node.args[: len(update.lists)])
+        for node in self.in_place.updates:
+            lists = len(BY_OP[node.target].lists)
+            given = tuple(a is None for a in node.args[:lists])
             kind = node.meta["type"][0]
-            together.setdefault((*key, given, kind.dtype, kind.device), []).append(node)
-        for nodes in together.values():
-            update = BY_OP[nodes[0].target]
-            lists = [
-                [self._value(node.args[i]) for node in nodes if node.args[i] is not None]  # type: ignore[arg-type]
-                for i in range(len(update.lists))
-            ]
-            options = fx.node.map_arg(dict(nodes[0].kwargs), self._value)
-            rest = fx.node.map_arg(nodes[0].args[len(update.lists) :], self._value)
-            names = [a.name for a in update.kernel._schema.arguments][len(update.lists) :]
-            self._call(update.kernel, *lists, **dict(zip(names, rest, strict=False)), **options)
+            key = (node.target, node.args[lists:], tuple(sorted(node.kwargs.items())), given, kind.dtype, kind.device)
+            together.setdefault(key, []).append(node)
+        return [self._kernel(BY_OP[nodes[0].target], nodes) for nodes in together.values()]
+
+    def _kernel(self, update: Update, nodes: Sequence[fx.Node]) -> tuple[Any, list[Any], dict[str, Any]]:
+        lists = [
+            [self._argument(node.args[i], written=name in update.written) for node in nodes if node.args[i] is not None]
+            for i, name in enumerate(update.lists)
+        ]
+        names = [argument.name for argument in update.kernel._schema.arguments][len(update.lists) :]
+        options = dict(zip(names, nodes[0].args[len(update.lists) :])) | nodes[0].kwargs
+        return update.kernel, lists, fx.node.map_arg(options, self._argument)
+
+    def _argument(self, node: Any, *, written: bool = False) -> fx.Node:
+        """What a kernel gets: a counter as it is when advanced, all else that it only reads as it was."""
+        if node in self.in_place.counters:
+            return self.new[self.in_place.counters[node]]
+        return self.new[node] if written else self._apart(self.new[node], self.overwritten)
 
 
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
@@ -231,55 +243,10 @@ def _storage(node: fx.Node) -> fx.Node:
 
 
 def _may_alias(op: Any) -> bool:
-    if op in (aten.reshape.default, aten.contiguous.default) or not isinstance(op, torch._ops.OpOverload):
+    if op in (aten.reshape.default, aten.contiguous.default) or not isinstance(op, OpOverload):
         return True
     return any(r.alias_info is not None for r in op._schema.returns)
 
 
 def _shape(node: Any) -> tuple[int, ...]:
     return node.meta["type"].shape
-
-
-def _in_place_updates(program: Program) -> dict[fx.Node, None]:
-    """Optimizer updates that can write straight into the state that they read.
-
-    Every tensor that one writes is the input of a slot, what it makes is exactly the slot's new value, and nobody else
-    reads that value.
-    """
-    slot_of = dict(zip(program.placeholders, program.slots, strict=True))
-    slots_for: dict[tuple[fx.Node, int], list[Slot | None]] = {}
-    for result, node in program.outputs:
-        slots_for.setdefault(producer(node), []).append(result.slot)
-    return {
-        node: None for node in program.calls if node.target in BY_OP and _is_in_place_update(node, slot_of, slots_for)
-    }
-
-
-def _is_in_place_update(
-    node: fx.Node, slot_of: Mapping[fx.Node, Slot], slots_for: Mapping[tuple[fx.Node, int], list[Slot | None]]
-) -> bool:
-    update = BY_OP[node.target]
-    if any(user.op != "output" for item in node.users for user in item.users):
-        return False
-    for index, name in enumerate(update.written):
-        written = node.args[update.lists.index(name)]
-        if written is not None and slots_for.get((node, index)) != [slot_of.get(written)]:  # type: ignore[call-overload]
-            return False
-    return True
-
-
-def _counters(program: Program) -> dict[fx.Node, fx.Node]:
-    """`step + 1` of 0-d optimizer state, written back to it: the node, and the input that holds the state."""
-    slot_of = dict(zip(program.placeholders, program.slots, strict=True))
-    updates = _in_place_updates(program)
-    found = {}
-    for result, node in program.outputs:
-        if result.slot is None or result.slot.kind is not SlotKind.OPTIMIZER_STATE:
-            continue
-        held = node.args[0] if node.target in (aten.add.Tensor, aten.add.Scalar) and len(node.args) == 2 else None
-        if not isinstance(held, fx.Node) or slot_of.get(held) != result.slot or len(held.users) > 1:
-            continue
-        if node.meta["type"].ndim == 0 and isinstance(node.args[1], (int, float)) and not node.kwargs:
-            if all(user in updates or user.op == "output" for user in node.users):
-                found[node] = held
-    return found

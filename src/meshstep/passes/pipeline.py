@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ..errors import PassError
 from ..ir.program import Program
 from ..ir.verifier import verify_program
 
@@ -46,6 +47,10 @@ class Pipeline:
         """
         for pass_ in self.passes:
             changed = pass_(program)
+            if not isinstance(changed, Program):
+                raise PassError(
+                    f"the pass returned {type(changed).__name__}", at=f"pass {pass_!r}", hint="a pass returns a Program"
+                )
             if changed is not program:
                 verify_program(changed, types=self.check_types, by=f"pass {pass_!r}")
             program = changed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from .factors import Linear, partials, sharded
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def _attention(spec: str, linear: Linear = ()) -> Entry:
 # Tensors of the random state and of ragged batches are the same on every rank.
 _GRADS = "bhSD,bhTD,bhTE"
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(f"{_QKV},{_MASK}->bhSE,bhS"),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(
         f"bhSE,{_QKV},bhSE,bhS,{_MASK}->{_GRADS}", "first"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from ..ir import collectives
 from .factors import apart_from, follow
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 
 def reduced(call: OpCall) -> Iterator[Rule]:
@@ -23,7 +21,7 @@ def _position(call: OpCall) -> Iterator[Rule]:
     yield from ()
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     collectives.all_reduce: Entry(reduced),
     collectives.reduce_scatter: Entry(reduced),
     collectives.all_gather: Entry(follow(apart_from("dim"), "all")),

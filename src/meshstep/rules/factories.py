@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..layout import PARTIAL, REPLICATE, shard
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 from .views import output_size
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ _MADE = Entry(made, output_size("size"))
 _LIKE = Entry(like)
 _WHOLE = Entry(_nothing)
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.empty.memory_format: _MADE,
     aten.full.default: _MADE,
     aten.ones.default: _MADE,

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, shard
 from .factors import Linear, Rules, alike, dims_of, factor, partials, together
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -222,7 +222,7 @@ def searchsorted(call: OpCall) -> Iterator[Rule]:
         yield from factor("=,...,=->...")(call)
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.gather.default: Entry(gather),
     aten.scatter.src: Entry(scatter),
     aten.scatter.value: Entry(scatter),

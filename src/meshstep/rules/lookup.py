@@ -6,30 +6,31 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload
 from .pointwise import POINTWISE
-from .rule import Entry, OpCall, Rule, divides, replicate
+from .rule import Entry, OpCall, Rule, Table, divides, replicate
 from .table import TABLE
 
-_registered: dict[torch._ops.OpOverload, Entry] = {}
+_registered: Table = {}
 
 
-def register(op: torch._ops.OpOverload, entry: Entry) -> None:
+def register(op: OpOverload, entry: Entry) -> None:
     """Give an op rules that come before those of the table."""
     _registered[op] = entry
 
 
-def unregister(op: torch._ops.OpOverload) -> None:
+def unregister(op: OpOverload) -> None:
     """Take back what was registered."""
     _registered.pop(op, None)
 
 
-def entry_of(op: torch._ops.OpOverload) -> Entry | None:
+def entry_of(op: OpOverload) -> Entry | None:
     """What is known of an op; None if nothing is. Random ops are never taken for elementwise ones."""
     elementwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
     return _registered.get(op) or TABLE.get(op) or (POINTWISE if elementwise else None)
 
 
-def is_known(op: torch._ops.OpOverload) -> bool:
+def is_known(op: OpOverload) -> bool:
     """Whether an op has rules; one that has not falls back to `replicate`."""
     return entry_of(op) is not None
 

@@ -10,7 +10,7 @@ from ..layout import PARTIAL
 from .factors import factor
 from .pointwise import split
 from .reductions import share_of_mean
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def nll_loss(call: OpCall) -> Iterator[Rule]:
             yield from factor("nC,n,C->,")(call)
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.binary_cross_entropy_with_logits.default: Entry(elementwise_loss),
     aten.nll_loss_forward.default: Entry(nll_loss),
     aten.nll_loss_backward.default: Entry(factor("n,nC,n,C,=->nC", "first")),

@@ -9,7 +9,7 @@ import torch
 
 from ..layout import PARTIAL, REPLICATE
 from .factors import all_but_last, factor, follow, together
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def _adds_shares(rule: Rule) -> bool:
 
 _OF_EACH = Entry(follow(all_but_last(2)))  # of each matrix of a batch
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.mm.default: Entry(factor("mk,kn->mn", "each")),
     aten.mm.dtype: Entry(factor("mk,kn->mn", "each")),
     aten.bmm.default: Entry(factor("bmk,bkn->bmn", "each")),

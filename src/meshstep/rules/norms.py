@@ -9,7 +9,7 @@ import torch
 
 from ..layout import REPLICATE, shard, shard_dim
 from .factors import partials, sharded
-from .rule import Entry, OpCall, Rule, placed
+from .rule import Entry, OpCall, Rule, Table, placed
 
 aten = torch.ops.aten
 
@@ -48,8 +48,9 @@ def _inner(call: OpCall) -> str:
 
 
 def _channels(call: OpCall, *wide: str) -> tuple:
-    """Channels sharded: dim 1 of tensors that have a batch, dim 0 of weights and statistics."""
-    return tuple(shard(1 if name in wide else 0) for name in call.names)
+    """Channels sharded: dim 1 of tensors that have a batch, dim 0 of weights and statistics that are not empty."""
+    pairs = zip(call.names, call.tensors)
+    return tuple(shard(1 if name in wide else 0) if t.numel else REPLICATE for name, t in pairs)
 
 
 def _local_groups(call: OpCall, rule: Rule, size: int) -> Mapping[str, Any]:
@@ -84,7 +85,7 @@ def _only_wide(call: OpCall, dim: int, *wide: str) -> tuple:
     return tuple(shard(dim) if name in wide else REPLICATE for name in call.names)
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.native_layer_norm.default: _over_last("...N,N,N->...N,...1,...1"),
     aten.native_layer_norm_backward.default: _over_last("...N,...N,...1,...1,N,N->...N,N,N", "first"),
     aten._fused_rms_norm.default: _over_last("...N,N->...N,...1"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from .._torch import OpOverload
 from ..layout import REPLICATE, shard
 from .factors import Linear, partials, together
 from .rule import Entry, OpCall, Rule, placed
@@ -41,7 +42,7 @@ UNTAGGED = (
     aten.where.ScalarSelf,
 )
 
-LINEAR: Mapping[torch._ops.OpOverload, Linear] = {
+LINEAR: Mapping[OpOverload, Linear] = {
     aten._conj.default: "all",
     aten._to_copy.default: "all",
     aten.add.Tensor: "all",

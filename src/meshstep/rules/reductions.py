@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..ir import collectives
 from ..layout import PARTIAL, REPLICATE, shard
 from .factors import Linear, alike, apart_from, dims_of, follow, partials
-from .rule import Entry, Local, OpCall, Rule
+from .rule import Entry, Local, OpCall, Rule, Table
 
 aten = torch.ops.aten
 Across = Callable[[OpCall, int], Iterator[Rule]]
@@ -109,12 +109,24 @@ _NORMS: dict[float, Callable[[Local, fx.Node], fx.Node]] = {
     math.inf: functools.partial(_all_reduced, "max"),
 }
 
+
+def _truth(op: str) -> Across:
+    """Whether any (all) is true on any (all) of the ranks; collectives reduce numbers, so as 0 and 1."""
+
+    def form(local: Local) -> tuple[fx.Node, ...]:
+        number = local.emit(aten._to_copy.default, local.again(), dtype=torch.int32)
+        return (local.emit(aten.ne.Scalar, local.emit(collectives.all_reduce, number, op, local.axis), 0),)
+
+    return lambda call, dim: iter([Rule((shard(dim),), (REPLICATE,), form)])
+
+
+_ANY, _ALL = reduction(_truth("max")), reduction(_truth("min"))
 _SUM = reduction(gives(PARTIAL), linear="all")
 _MEAN = reduction(_mean, linear="all")
 _KEPT = reduction()
 _ALONG_DIM = Entry(follow(apart_from("dim")))
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.sum.default: _SUM,
     aten.sum.dim_IntList: _SUM,
     aten.nansum.default: reduction(gives(PARTIAL)),
@@ -131,14 +143,13 @@ TABLE: dict[torch._ops.OpOverload, Entry] = {
     aten.max.dim: _KEPT,
     aten.min.dim: _KEPT,
     aten.median.dim: _KEPT,
-    aten.prod.default: _KEPT,
     aten.prod.dim_int: _KEPT,
-    aten.any.default: _KEPT,
-    aten.any.dim: _KEPT,
-    aten.any.dims: _KEPT,
-    aten.all.default: _KEPT,
-    aten.all.dim: _KEPT,
-    aten.all.dims: _KEPT,
+    aten.any.default: _ANY,
+    aten.any.dim: _ANY,
+    aten.any.dims: _ANY,
+    aten.all.default: _ALL,
+    aten.all.dim: _ALL,
+    aten.all.dims: _ALL,
     aten.argmax.default: _KEPT,
     aten.argmin.default: _KEPT,
     aten.logsumexp.default: _KEPT,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch import OpOverload
 from ..ir.infer import infer
 from ..ir.program import call as append_call
 from ..ir.types import TensorType
@@ -27,12 +27,12 @@ class OpCall:
         outputs: Types of the outputs, None where the op returns none; one for an op that returns a tensor.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     arguments: Mapping[str, Any]
     outputs: tuple[TensorType | None, ...]
 
     @classmethod
-    def of(cls, op: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
+    def of(cls, op: OpOverload, args: tuple, kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
         """Bind positional and keyword arguments (nodes or types) to the schema of `op`."""
         arguments = {}
         for i, argument in enumerate(op._schema.arguments):
@@ -88,11 +88,14 @@ class Entry:
     Args:
         rules: All rules that a call has, without regard to divisibility; `replicate` need not be among them.
         localize: For a chosen rule and the number of ranks, the non-tensor arguments that change, by name
-            (a `size` that names the output's shape, say).
+            (a `size` that names the output's shape, say). Not asked where the rule has a local form.
     """
 
     rules: Callable[[OpCall], Iterable[Rule]]
     localize: Callable[[OpCall, Rule, int], Mapping[str, Any]] | None = None
+
+
+Table = dict[OpOverload, Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +135,19 @@ class Local:
 
 
 @cache
-def tensor_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+def tensor_names(op: OpOverload) -> tuple[str, ...]:
     """The names of all arguments of an op that are tensors or lists of them, optional ones too."""
     return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
 
 
-def spelled(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def spelled(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Arguments by name as positional and keyword ones, without those at the end that are as by default."""
     schema = op._schema.arguments
     args = [(a, arguments[a.name]) for a in schema if not a.kwarg_only]
     while args and _is_default(*args[-1]):
         args.pop()
-    named = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
-    return tuple(v for _, v in args), {
-        a.name: named[a.name] for a in schema if a.name in named and not _is_default(a, named[a.name])
-    }
+    named = [(a, arguments[a.name]) for a in schema if a.kwarg_only]
+    return tuple(v for _, v in args), {a.name: v for a, v in named if not _is_default(a, v)}
 
 
 def _is_default(argument: Any, value: Any) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
+from .._torch import OpOverload
 from . import (
     attention,
     collectives,
@@ -23,7 +22,7 @@ from . import (
 )
 from .rule import Entry
 
-TABLE: Mapping[torch._ops.OpOverload, Entry] = MappingProxyType(
+TABLE: Mapping[OpOverload, Entry] = MappingProxyType(
     {
         **pointwise.TABLE,
         **views.TABLE,

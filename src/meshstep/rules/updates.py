@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.types import TensorType
 from ..ir.updates import BY_OP
 from ..layout import REPLICATE, shard
-from .rule import Entry, OpCall, Rule
+from .rule import Entry, OpCall, Rule, Table
 
 
 def update(call: OpCall) -> Iterator[Rule]:
@@ -24,4 +23,4 @@ def update(call: OpCall) -> Iterator[Rule]:
         yield Rule(alike(call.tensors, dim), alike(call.outputs, dim))
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {op: Entry(update) for op in BY_OP}
+TABLE: Table = {op: Entry(update) for op in BY_OP}

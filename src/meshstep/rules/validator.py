@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch import OpOverload
 from ..ir import collectives
 from ..ir.collectives import COLLECTIVES
 from ..ir.types import TensorType
@@ -20,7 +21,6 @@ from .factories import UNINITIALIZED
 from .lookup import localize, rules_for
 from .rule import Local, OpCall, Rule
 
-Op = torch._ops.OpOverload
 Outputs = tuple[Any, ...]
 
 _AXIS = "validated"
@@ -44,7 +44,7 @@ class Finding:
         what: What was found.
     """
 
-    op: Op
+    op: OpOverload
     rule: Rule
     size: int
     what: str
@@ -57,7 +57,7 @@ class Finding:
 
 
 def validate(
-    op: Op,
+    op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -106,7 +106,7 @@ class Trial:
     @classmethod
     def of(
         cls,
-        op: Op,
+        op: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         size: int,
@@ -137,7 +137,7 @@ class Trial:
     def _local_arguments(self, rule: Rule, placements: Sequence[Placement]) -> list[dict[str, Any]]:
         """Each rank's arguments."""
         parts = [split(t, p, self.size) for t, p in zip(_tensors(self.arguments), placements, strict=True)]
-        changed = localize(self.call, rule, self.size)
+        changed = {} if rule.local else localize(self.call, rule, self.size)
         ranks = zip(*parts) if parts else [()] * self.size
         return [_replaced(self.arguments, own) | changed for own in ranks]
 
@@ -162,7 +162,7 @@ class Trial:
         return next((f"output {i} {what}" for v in values if (what := _difference(v, whole, exact))), None)
 
 
-def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults filled in."""
     schema = op._schema.arguments
     given = {a.name: v for a, v in zip(schema, args)} | dict(kwargs)
@@ -243,15 +243,15 @@ def _flat(output: Any) -> Outputs:
     return tuple(output) if isinstance(output, (tuple, list)) else (output,)
 
 
-def _is_lanes(op: Op, value: Any) -> bool:
+def _is_lanes(op: OpOverload, value: Any) -> bool:
     return op in COLLECTIVES and isinstance(value, list)
 
 
-def _communicate(op: Op, /, x: Sequence[Tensor] = (), **rest: Any) -> list[Tensor]:
+def _communicate(op: OpOverload, /, x: Sequence[Tensor] = (), **rest: Any) -> list[Tensor]:
     return over_ranks(op, x, list(rest.values()))
 
 
-def over_ranks(op: Op, parts: Sequence[Tensor], rest: Sequence[Any], size: int | None = None) -> list[Tensor]:
+def over_ranks(op: OpOverload, parts: Sequence[Tensor], rest: Sequence[Any], size: int | None = None) -> list[Tensor]:
     """A collective of the IR over the list of all ranks' tensors.
 
     Args:

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..layout import REPLICATE, local_shape, shard
 from .factors import Origins, alike, all_but_last, apart_from, dims_of, follow, partials
-from .rule import Entry, Local, OpCall, Rule
+from .rule import Entry, Local, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -198,7 +198,7 @@ _SQUEEZE = Entry(squeeze)
 _ALONG_DIM = _linear(apart_from("dim"))
 _IN_BATCH = _linear(all_but_last(2))
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.view.default: _VIEW,
     aten._unsafe_view.default: _VIEW,
     aten.reshape.default: Entry(view, output_size("shape")),

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..layout import PARTIAL, REPLICATE, shard, shard_dim
 from .factors import Linear, all_but_last, factor, follow, partials, sharded, together
-from .rule import Entry, Local, OpCall, Rule, placed
+from .rule import Entry, Local, OpCall, Rule, Table, placed
 from .views import output_size
 
 aten = torch.ops.aten
@@ -82,17 +82,17 @@ def _planes(pixels: int, linear: Linear = (), size: str | None = None) -> Entry:
     return Entry(follow(all_but_last(pixels), linear), output_size(size) if size else None)
 
 
-def _resized(name: str, pixels: int) -> dict[torch._ops.OpOverload, Entry]:
+def _resized(name: str, pixels: int) -> Table:
     forward, backward = getattr(aten, name), getattr(aten, f"{name}_backward")
     return {forward.default: _planes(pixels, "all"), backward.default: _planes(pixels, "all", "input_size")}
 
 
-def _bordered(name: str, pixels: int) -> dict[torch._ops.OpOverload, Entry]:
+def _bordered(name: str, pixels: int) -> Table:
     forward, backward = getattr(aten, name), getattr(aten, f"{name}_backward")
     return {forward.default: _planes(pixels, "all"), backward.default: _planes(pixels, "first")}
 
 
-TABLE: dict[torch._ops.OpOverload, Entry] = {
+TABLE: Table = {
     aten.convolution.default: Entry(convolution, _local_groups),
     aten.convolution_backward.default: Entry(convolution_backward, _local_groups),
     aten.max_pool2d_with_indices.default: _planes(2),

@@ -15,6 +15,7 @@ from ..errors import InputError, RankMismatchError
 from ..ir.printer import program_text
 from ..ir.program import Program
 from ..ir.types import TensorType
+from .cache import FIRST_CALL
 from .world import exchange
 
 FIRST_CALL_S, LATER_CALL_S = 300.0, 20.0  # ranks start apart; later all are in the same step
@@ -34,7 +35,7 @@ def agree_on_call(topic: str, names: Sequence[str], leaves: Sequence[Any], reaso
         RankMismatchError: A rank does not compile now.
     """
     ours = {n: str(TensorType.of(leaf)) for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    first = reason == "first call"
+    first = reason == FIRST_CALL
     said = exchange(f"{topic}/call", json.dumps(ours), FIRST_CALL_S if first else LATER_CALL_S)
     absent = [rank for rank, message in enumerate(said) if message is None]
     if absent:

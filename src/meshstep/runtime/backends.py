@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import compile_with_inductor
+from .._torch import OpOverload, compile_with_inductor
 from ..errors import InputError
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -110,7 +110,7 @@ def split_tail(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule |
 
 def _is_list_kernel(node: fx.Node) -> bool:
     target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     first = target._schema.arguments[0] if target._schema.arguments else None
     return target._schema.is_mutable and first is not None and str(first.type) == "List[Tensor]"

@@ -12,6 +12,7 @@ from .signature import Guards, Signature
 
 log = logging.getLogger("meshstep")
 T = TypeVar("T")
+FIRST_CALL = "first call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,18 @@ class Cache(Generic[T]):
 
     def find(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Tensor]] | str:
         """The program that fits and its inputs, or why none does."""
-        reason = "first call"
+        other, closest = "", ""  # why: of programs for other arguments, and of those for these; the latest of each
         for entry in reversed(self._entries):
             if entry.signature != signature:
-                if reason == "first call":
-                    reason = signature.difference(entry.signature)
+                other = other or signature.difference(entry.signature)
                 continue
             bound = entry.guards.bind(leaves)
             if not isinstance(bound, str):
                 self._hits += 1
                 self._touch(entry)
                 return entry.program, bound
-            reason = bound
-        return reason
+            closest = closest or bound
+        return closest or other or FIRST_CALL
 
     def add(self, signature: Signature, guards: Guards, program: T, reason: str, name: str) -> None:
         """Keep a program that was compiled because of `reason`."""

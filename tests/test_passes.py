@@ -1,0 +1,310 @@
+"""Each pass: its text, that it is exact, that a second application changes nothing, and what it sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from golden_step import lowered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import Build, check_pass, check_text
+
+import meshstep as ms
+from meshstep.ir.program import Program, SlotKind, communication
+from meshstep.ir.verifier import verify_program
+from meshstep.layout import PARTIAL, shard
+from meshstep.passes import DEFAULT, BucketAllReduces, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline
+
+aten = torch.ops.aten
+
+
+def sent(program: Program) -> list[tuple[str, int, int]]:
+    """Kind, bytes and values of each collective."""
+    return [(c.kind, c.bytes, c.count) for c in communication(program)]
+
+
+def training() -> Program:
+    """The local program of a step with AdamW and clipping, before all passes."""
+    return lowered(passes=Pipeline(())).local_program
+
+
+# ---- dead code
+
+
+def test_dead_code_is_erased_with_what_only_it_used():
+    build = Build(dp=2)
+    x = build.input("x", 4, dp=PARTIAL)
+    build.all_reduce(build(aten.exp.default, x))
+    program = build.program(build.all_reduce(x))
+    assert sent(check_pass(DeadCode(), program, "dead_code.txt")) == [("all_reduce", 32, 1)]
+
+
+def test_a_program_without_dead_code_stays_the_same_one():
+    build = Build(dp=2)
+    program = build.program(build(aten.neg.default, build.input("x", 4)))
+    assert DeadCode()(program) is program
+
+
+def test_an_input_that_nobody_uses_stays():
+    build = Build(dp=2)
+    build.input("unused", 4)
+    made = check_pass(DeadCode(), build.program(build.input("x", 4)))
+    assert [slot.name for slot in made.slots] == ["unused", "x"]
+
+
+# ---- common subexpressions
+
+
+def test_equal_values_are_computed_and_sent_once():
+    build = Build(dp=2)
+    x = build.input("x", 4, dp=PARTIAL)
+    total = [build(aten.mul.Tensor, build.all_reduce(x), 2.0) for _ in range(3)]
+    program = build.program(build(aten.cat.default, total))
+    assert sent(check_pass(CommonSubexpressions(), program, "common_subexpressions.txt")) == [("all_reduce", 32, 1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda b, x: b(aten.mul.Tensor, x, 0.0), lambda b, x: b(aten.mul.Tensor, x, -0.0)),
+        (lambda b, x: b(aten.pow.Tensor_Scalar, x, 1), lambda b, x: b(aten.pow.Tensor_Scalar, x, 1.0)),
+        (lambda b, x: b(aten.sum.dim_IntList, x, [0]), lambda b, x: b(aten.sum.dim_IntList, x, [1])),
+        (lambda b, x: b(aten.rand_like.default, x), lambda b, x: b(aten.rand_like.default, x)),
+        (lambda b, x: b.all_reduce(x, "sum"), lambda b, x: b.all_reduce(x, "max")),
+        (lambda b, x: b.all_reduce(x, axis="dp"), lambda b, x: b.all_reduce(x, axis="tp")),
+        (lambda b, x: b.all_gather(x, 0), lambda b, x: b.all_gather(x, 1)),
+    ],
+    ids=["sign of zero", "int and float", "dim", "random", "reduction", "axis", "gathered dim"],
+)
+def test_values_that_differ_stay_apart(first, second):
+    build = Build(dp=2, tp=2)
+    x = build.input("x", 4, 4)
+    program = build.program(first(build, x), second(build, x))
+    assert CommonSubexpressions()(program) is program
+
+
+def test_equal_parts_of_values_of_different_layout_stay_apart():
+    build = Build(dp=2)
+    whole = build(aten.full.default, [4], 1.0, dtype=torch.float64)
+    part = build(aten.full.default, [4], 1.0, dtype=torch.float64, layout=build.layout(dp=shard(0)))
+    program = build.program(whole, part)
+    made = CommonSubexpressions()(program)
+    assert [str(node.meta["layout"]) for _, node in made.outputs] == ["R@dp", "S(0)@dp"]
+
+
+def test_parts_of_equal_calls_are_merged():
+    build = Build(dp=2)
+    x = build.input("x", 4)
+    first, second = (build(aten.split.Tensor, x, 2) for _ in range(2))
+    made = check_pass(CommonSubexpressions(), build.program(build(aten.add.Tensor, first[0], second[0])))
+    assert [node.name for node in made.calls] == ["split", "add"]
+
+
+# ---- buckets
+
+
+def reduced(*shapes: tuple[int, ...], **axes: int) -> Program:
+    """Each input squared, reduced, and halved."""
+    build = Build(**(axes or {"dp": 2}))
+    ends = []
+    for i, shape in enumerate(shapes):
+        x = build(aten.square.default, build.input(f"x{i}", *shape, dp=PARTIAL))
+        ends.append(build(aten.mul.Tensor, build.all_reduce(x, axis="dp"), 0.5))
+    return build.program(*ends)
+
+
+def test_all_reduces_are_joined():
+    made = check_pass(BucketAllReduces(), reduced((4,), (2, 3), (), (0, 3)), "bucket.txt")
+    assert sent(made) == [("all_reduce", 11 * 8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"), [(1, [1, 1, 1, 1]), (16, [1, 1, 1, 1]), (32, [2, 2]), (48, [3, 1]), (64, [4]), (2**30, [4])]
+)
+def test_a_bucket_is_no_larger_than_the_limit(limit, counts):
+    made = check_pass(BucketAllReduces(limit), reduced(*[(2,)] * 4))
+    assert [count for _, _, count in sent(made)] == counts
+
+
+def test_a_value_larger_than_the_limit_has_a_bucket_of_its_own():
+    made = check_pass(BucketAllReduces(32), reduced((2,), (100,), (2,), (2,)))
+    assert sorted(sent(made)) == [("all_reduce", 16, 1), ("all_reduce", 32, 2), ("all_reduce", 800, 1)]
+
+
+def test_what_depends_on_a_reduced_value_is_reduced_later():
+    build = Build(dp=2)
+    x, y = (build.input(name, 2, dp=PARTIAL) for name in "xy")
+    first, second = build.all_reduce(x), build.all_reduce(y)
+    third = build.all_reduce(build(aten.mul.Tensor, first, y))
+    fourth = build.all_reduce(build(aten.mul.Tensor, x, second))
+    made = check_pass(BucketAllReduces(), build.program(build(aten.add.Tensor, third, fourth)), "bucket_levels.txt")
+    assert sent(made) == [("all_reduce", 32, 2), ("all_reduce", 32, 2)]
+
+
+def test_a_user_that_stands_before_the_bucket_moves_behind_it():
+    build = Build(dp=2)
+    x, y = (build.input(name, 2, dp=PARTIAL) for name in "xy")
+    early = build(aten.exp.default, build.all_reduce(x))
+    late = build.all_reduce(build(aten.sin.default, y))
+    made = check_pass(BucketAllReduces(), build.program(early, late))
+    assert sent(made) == [("all_reduce", 32, 2)]
+
+
+def test_only_what_is_alike_is_joined():
+    build = Build(dp=2, tp=2)
+    x = build.input("x", 2)
+    y = build.input("y", 2, dtype=torch.float32)
+    calls = [(x, "sum", "dp"), (x, "max", "dp"), (x, "sum", "tp"), (y, "sum", "dp")]
+    ends = [build.all_reduce(value, op, axis) for value, op, axis in calls for _ in range(2)]
+    made = check_pass(BucketAllReduces(), build.program(*ends))
+    assert [count for _, _, count in sent(made)] == [2, 2, 2, 2]
+
+
+def test_layouts_are_kept():
+    build = Build(dp=2, tp=2)
+    values = [build.input(n, 2, 2, dp=PARTIAL, tp=shard(1)) for n in "xy"]
+    made = check_pass(BucketAllReduces(), build.program(*(build.all_reduce(x, axis="dp") for x in values)))
+    assert [str(node.meta["layout"]) for _, node in made.outputs] == ["S(1)@tp R@dp"] * 2
+
+
+# ---- order
+
+
+def test_a_collective_starts_behind_the_last_value_that_it_needs():
+    build = Build(dp=2)
+    x = build.input("x", 4, dp=PARTIAL)
+    sums = [x]
+    for _ in range(3):
+        sums.append(build(aten.mul.Tensor, sums[-1], 0.5))
+    gone = build.all_reduce(sums[1])
+    made = check_pass(LaunchEarly(cheap=0), build.program(build(aten.add.Tensor, gone, sums[-1])), "launch_early.txt")
+    assert [node.name for node in made.calls] == ["mul", "all_reduce", "mul_1", "mul_2", "add"]
+
+
+def test_what_a_cheap_collective_needs_goes_first():
+    build = Build(dp=2)
+    x, count = build.input("x", 4, dp=PARTIAL), build.input("count", dp=PARTIAL)
+    end = x
+    for _ in range(3):
+        end = build(aten.mul.Tensor, end, 0.5)
+    total = build.all_reduce(build(aten.neg.default, count))
+    made = check_pass(LaunchEarly(), build.program(build(aten.mul.Tensor, total, end)))
+    assert [node.name for node in made.calls] == ["neg", "all_reduce", "mul", "mul_1", "mul_2", "mul_3"]
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_program():
+    build = Build(dp=2)
+    x = build.input("x", 4)
+    first = build(aten.rand_like.default, x)
+    second = build.all_reduce(build(aten.rand_like.default, x))
+    program = build.program(first, second)
+    assert [n.name for n in LaunchEarly()(program).calls] == ["rand_like", "rand_like_1", "all_reduce"]
+
+
+# ---- all of them
+
+
+@st.composite
+def local_programs(draw) -> Program:
+    """Random arithmetic over a few values, with many collectives in it."""
+    build = Build(dp=2)
+    values = [build.input(f"x{i}", 2, dp=PARTIAL) for i in range(2)]
+    for _ in range(draw(st.integers(2, 16))):
+        a, b = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
+        match draw(st.sampled_from(["reduce", "reduce", "max", "add", "double", "gather"])):
+            case "reduce":
+                values.append(build.all_reduce(a))
+            case "max":
+                values.append(build.all_reduce(a, "max"))
+            case "add":
+                values.append(build(aten.add.Tensor, a, b))
+            case "double":
+                values.append(build(aten.mul.Tensor, a, 0.5))
+            case "gather":
+                values.append(build(aten.slice.Tensor, build.all_gather(a), 0, 1, 3))
+    ends = [build.all_reduce(value, "max") for value in values[-draw(st.integers(1, 3)) :]]
+    return build.program(*ends)
+
+
+@pytest.mark.parametrize(
+    "pass_", [CommonSubexpressions(), DeadCode(), BucketAllReduces(40), BucketAllReduces(), LaunchEarly(2)], ids=repr
+)
+@given(program=local_programs())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_program(pass_, program):
+    check_pass(pass_, program)
+
+
+@pytest.mark.parametrize("pass_", [*DEFAULT, BucketAllReduces(200)], ids=repr)
+def test_a_train_step(pass_):
+    check_pass(pass_, training())
+
+
+def test_the_default_passes_on_a_train_step():
+    program = training()
+    made = replace(DEFAULT, check_types=True)(program)
+    assert sent(made) == [("all_reduce", 8, 1), ("all_reduce", 8 * (8 * 6 + 8 + 4 * 8 + 4 + 1), 5)]
+
+
+def test_a_pipeline_that_has_run_changes_nothing():
+    made = DEFAULT(training())
+    for pass_ in DEFAULT:
+        assert pass_(made) is made, pass_
+
+
+@dataclass(frozen=True)
+class ComputeBeforeInputs:
+    """A pass with a fault: the last call goes first."""
+
+    def __call__(self, program: Program) -> Program:
+        new, _ = program.copy()
+        new.calls[0].prepend(new.calls[-1])
+        return new
+
+
+@dataclass(frozen=True)
+class WrongType:
+    """A pass with a fault that only the types show."""
+
+    def __call__(self, program: Program) -> Program:
+        new, _ = program.copy()
+        new.calls[0].target = aten.logical_not.default
+        return new
+
+
+def pipeline_error(pass_, **options) -> str:
+    build = Build(dp=2)
+    values = [build.input("w", 4, kind=SlotKind.PARAMETER)]
+    for op in (aten.neg, aten.exp, aten.sin, aten.cos):
+        values.append(build(op.default, values[-1]))
+    with pytest.raises(ms.PassError) as caught:
+        Pipeline((DeadCode(), pass_), **options)(build.program(values[-1]))
+    return f"{caught.value}\n"
+
+
+def test_a_broken_pass_is_named_with_the_lines_around_the_fault():
+    check_text(pipeline_error(ComputeBeforeInputs()), "errors/pass_order.txt")
+
+
+def test_a_pass_that_returns_nothing_is_named():
+    @dataclass(frozen=True)
+    class Forgetful:
+        def __call__(self, program: Program) -> None:
+            program.copy()
+
+        def __repr__(self) -> str:
+            return "Forgetful()"
+
+    check_text(pipeline_error(Forgetful()), "errors/pass_nothing.txt")
+
+
+def test_a_pass_that_makes_wrong_types_is_named():
+    check_text(pipeline_error(WrongType(), check_types=True), "errors/pass_type.txt")
+
+
+def test_the_users_passes_run_in_the_place_of_the_default_ones():
+    made = lowered(passes=Pipeline((DeadCode(),))).local_program
+    assert [count for _, _, count in sent(made)] == [1] * 6
+    verify_program(made, types=True)

@@ -95,6 +95,7 @@ def test_layer_norm_backward_sums_the_gradients_of_weight_and_bias() -> None:
 def test_a_sum_over_the_ranks_passes_through_no_affine_op() -> None:
     assert "P(sum), P(sum) -> P(sum)" in rules_of(aten.add.Tensor, f64(4), f64(4))
     assert rules_of(aten.add.Tensor, f64(4), 1.0) == ["S(0) -> S(0)"]
+    assert rules_of(aten.add.Tensor, f64(4), 0.0) == ["S(0) -> S(0)", "P(sum) -> P(sum)"]
     assert rules_of(aten.add.Tensor, f64(4), f64(4))[-1:] != ["P(sum), R -> P(sum)"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from .._torch import skip_dispatch_modes
+from .._torch import OpOverload, skip_dispatch_modes
 from ..errors import CaptureError
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 def draws(op: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an op takes numbers from a generator."""
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
     return named.get("dropout_p", -1.0) != 0.0  # attention without dropout

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch import OpOverload
 from ..ir.infer import infer
 from ..ir.program import Program, SlotKind, call, is_part
 from ..ir.types import TensorType
@@ -83,7 +84,7 @@ def _is_narrow(type_: Any) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 class _Widening:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from .aliases import Base, Ref
 from .decompose import DECOMPOSITIONS
 from .factories import FACTORIES
 from .randomness import Draws, draws
+from .schemas import Effects, defaults_of, effects_of, foreach_element, functional_of
 from .source import user_line, value_needed
 
 aten = torch.ops.aten
@@ -78,9 +77,11 @@ class Tracer(TorchDispatchMode):
         self.slots: list[Slot] = []
         self.constants: dict[Slot, Tensor] = {}
         self.nonzero: dict[int, bool] = {}
+        self._first: fx.Node | None = None  # op
+        self._types: dict[Slot, TensorType] = {}
         self._slot_of: dict[fx.Node, Slot] = {}
         self._refs: dict[int, Ref] = {}
-        self._storages: dict[int, Any] = {}  # of the tensors above, when they were bound
+        self._storages: dict[int, tuple[Any, int]] = {}  # of the tensors above when they were bound, kept alive
         self._alive: list[Tensor] = []  # ids stay unique as long as their tensors live
         self._draws = Draws()
         self._forward_lines: dict[int, str] = {}
@@ -103,7 +104,7 @@ class Tracer(TorchDispatchMode):
 
     def type_of(self, slot: Slot) -> TensorType:
         """The type of an input."""
-        return next(node.meta["type"] for node, found in self._slot_of.items() if found == slot)
+        return self._types[slot]
 
     def memory(self, tensor: Tensor) -> Base:
         """What is the same for tensors that share memory."""
@@ -144,7 +145,7 @@ class Tracer(TorchDispatchMode):
                 out = DECOMPOSITIONS[func](*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if (single := _foreach(func)) is not None:
+        if (single := foreach_element(func)) is not None:
             return self._record_foreach(single, args, kwargs)
         if has_composite_kernel(func):
             with self:
@@ -171,7 +172,7 @@ class Tracer(TorchDispatchMode):
         return _map(args, self._node_of), _map(kwargs, self._node_of)
 
     def _write_down(self, func: Any, args: tuple, kwargs: dict, before: tuple[tuple, dict], out: Any) -> None:
-        effects = _effects(func)
+        effects = effects_of(func)
         nodes, named = before
         if func in _REFUSED:
             raise CaptureError(f"{func} changes a tensor's storage", hint="make a new tensor")
@@ -180,7 +181,7 @@ class Tracer(TorchDispatchMode):
         elif func in _FRESH_CONSTANTS:
             self._bind(out, Ref(Base(), self._fresh(args[0]), TensorType.of(out)))
         elif torch.Tag.inplace_view in func.tags:
-            self._bind_view(args[0], self._refs[id(args[0])], _functional(func), nodes, named)
+            self._bind_view(args[0], self._refs[id(args[0])], functional_of(func), nodes, named)
         elif effects.written:
             self._write(func, effects, args, kwargs, nodes, named, out)
         elif func in FACTORIES:
@@ -221,7 +222,7 @@ class Tracer(TorchDispatchMode):
                 self._bind(tensor, ref)
 
     def _write(
-        self, func: Any, effects: _Effects, args: tuple, kwargs: dict, nodes: tuple, named: dict, out: Any
+        self, func: Any, effects: Effects, args: tuple, kwargs: dict, nodes: tuple, named: dict, out: Any
     ) -> None:
         names = [a.name for a in func._schema.arguments]
         bound = dict(zip(names, args, strict=False)) | kwargs
@@ -241,17 +242,17 @@ class Tracer(TorchDispatchMode):
                 self._bind(tensor, self._ref(target))
 
     def _new_value(
-        self, func: Any, effects: _Effects, targets: list[Tensor], nodes: tuple, named: dict
+        self, func: Any, effects: Effects, targets: list[Tensor], nodes: tuple, named: dict
     ) -> list[fx.Node]:
         if func is aten.copy_.default:
             return [nodes[1]]
         if func in FACTORIES:  # zero_, fill_
             target, arguments, options = FACTORIES[func](targets[0], nodes, named)
             return [self._emit(target, arguments, options, TensorType.of(targets[0]))]
-        functional = _functional(func)
+        functional = functional_of(func)
         if effects.out_only:
             named = {k: v for k, v in named.items() if k not in effects.written}
-        node = self._emit(functional, nodes, _defaults(func, functional, nodes) | named)
+        node = self._emit(functional, nodes, defaults_of(func, functional, nodes) | named)
         return [node] if isinstance(node.meta["type"], TensorType) else self._parts(node)
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
@@ -293,6 +294,7 @@ class Tracer(TorchDispatchMode):
             return earlier
         type_ = infer(op, args, kwargs) if type_ is None else type_
         node = call(self.graph, op, args, kwargs, type=type_, source=self._line)
+        self._first = self._first or node
         if random:
             self._draws.add(node)
         return node
@@ -304,12 +306,12 @@ class Tracer(TorchDispatchMode):
         found = self._refs.get(id(tensor))
         if found is None:
             return self._constant(tensor)
-        return found if self._storages[id(tensor)]._cdata == storage_id(tensor) else self._reassigned(tensor)
+        return found if self._storages[id(tensor)][1] == storage_id(tensor) else self._reassigned(tensor)
 
     def _reassigned(self, tensor: Tensor) -> Ref:
         """After `tensor.data = other`: the tensor has become an alias of the other one."""
         for other in reversed(self._alive):
-            if other is not tensor and self._storages[id(other)]._cdata == storage_id(tensor) and _alike(other, tensor):
+            if other is not tensor and self._storages[id(other)][1] == storage_id(tensor) and _alike(other, tensor):
                 parent = self._ref(other)
                 self._bind(tensor, Ref(parent.base, parent.read(self._emit), parent.type, parent))
                 self._refs[id(tensor)].version = parent.base.version
@@ -321,7 +323,7 @@ class Tracer(TorchDispatchMode):
 
     def _bind(self, tensor: Tensor, ref: Ref) -> None:
         self._refs[id(tensor)] = ref
-        self._storages[id(tensor)] = tensor.untyped_storage()
+        self._storages[id(tensor)] = tensor.untyped_storage(), storage_id(tensor)
         self._alive.append(tensor)
 
     def _fresh(self, tensor: Tensor) -> fx.Node:
@@ -346,12 +348,11 @@ class Tracer(TorchDispatchMode):
         return self._refs[id(tensor)]
 
     def _new_placeholder(self, slot: Slot, type_: TensorType) -> fx.Node:
-        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        with self.graph.inserting_before(first) if first else contextlib.nullcontext():
+        with self.graph.inserting_before(self._first) if self._first else contextlib.nullcontext():
             node = self.graph.create_node("placeholder", slot_name(slot), name=slot_name(slot))
         node.meta.update(type=type_, layout=Layout(), source="")
         self.slots.append(slot)
-        self._slot_of[node] = slot
+        self._slot_of[node], self._types[slot] = slot, type_
         return node
 
     def _where(self) -> str:
@@ -363,58 +364,6 @@ class Tracer(TorchDispatchMode):
         if running is None and torch.is_grad_enabled():
             self._forward_lines.setdefault(next_sequence_number() - 1, line)
         return line
-
-
-@dataclass(frozen=True, slots=True)
-class _Effects:
-    """What a schema says of aliasing: names of arguments written to, and whether outputs are views of the first."""
-
-    written: tuple[str, ...]
-    is_view: bool
-    out_only: bool
-
-
-@cache
-def _effects(func: Any) -> _Effects:
-    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    return _Effects(tuple(a.name for a in written), aliased, bool(written) and all(a.kwarg_only for a in written))
-
-
-@cache
-def _functional(func: Any) -> Any:
-    """The op that returns what an in-place or `out=` op writes: it takes the same arguments but for `out`."""
-    namespace, name = func._schema.name.split("::")
-    wanted = _arguments(func)
-    for found in (name.removesuffix("_"), f"{name.removesuffix('_')}_functional"):
-        packet = getattr(getattr(torch.ops, namespace), found, None)
-        for overload in packet.overloads() if packet is not None else ():
-            candidate = getattr(packet, overload)
-            if not candidate._schema.is_mutable and _arguments(candidate) == wanted:
-                return candidate
-    raise CaptureError(
-        f"{func} changes a tensor in place and has no functional form",
-        hint="an op that returns a new tensor",
-    )
-
-
-def _arguments(op: Any) -> list[tuple[str, str]]:
-    """Names and types of what an op reads."""
-    return [
-        (a.name, str(a.type))
-        for a in op._schema.arguments
-        if not (a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
-    ]
-
-
-def _defaults(func: Any, functional: Any, args: tuple) -> dict[str, Any]:
-    """Values that an in-place op may leave out and its functional form may not."""
-    required = {a.name for a in functional._schema.arguments if not a.has_default_value()}
-    return {
-        a.name: a.default_value
-        for a in func._schema.arguments[len(args) :]
-        if a.has_default_value() and a.name in required
-    }
 
 
 def _shares_memory(out: Any, args: tuple) -> bool:
@@ -433,24 +382,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
     )
-
-
-@cache
-def _foreach(func: Any) -> Any:
-    """The op on one element of an op on lists of tensors; `None` for any other op."""
-    namespace, name = func._schema.name.split("::")
-    if namespace != "aten" or not name.startswith("_foreach_"):
-        return None
-    base = name.removeprefix("_foreach_")
-    overloads = {"Scalar": "Scalar", "ScalarList": "Scalar", "List": "Tensor", "Tensor": "Tensor"}
-    special = {"norm": aten.linalg_vector_norm.default, "zero_": aten.zero_.default}
-    if base in special:
-        return special[base]
-    packet = getattr(aten, base)
-    for overload in (overloads.get(func._overloadname, "default"), "Tensor", "Scalar", "default"):
-        if hasattr(packet, overload):
-            return getattr(packet, overload)
-    raise CaptureError(f"{func} has no form for one tensor", hint="the op on one tensor, in a loop")
 
 
 def _types(out: Any) -> Any:

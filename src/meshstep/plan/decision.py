@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import Program, producer
 from ..rules import Rule
 
 
@@ -27,10 +26,3 @@ class Decision:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     rules: Mapping[fx.Node, Rule]
-
-    def placement(self, program: Program, node: fx.Node) -> Placement | None:
-        """How the value of a node comes out of its producer."""
-        call, index = producer(node)
-        if call.op == "placeholder":
-            return self.inputs[program.placeholders.index(call)]
-        return self.rules[call].outputs[index]

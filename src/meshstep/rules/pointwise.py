@@ -85,9 +85,13 @@ LINEAR: Mapping[OpOverload, Linear] = {
     aten.threshold_backward.default: "first",
 }
 
-# Linear as long as the number that goes with the tensor is zero: where it is kept, and what it is called.
+# Linear where the number that goes with the tensor is zero: names of the tensor and of the number.
 _LINEAR_AT_ZERO = {
+    aten.add.Scalar: ("self", "other"),
+    aten.add.Tensor: ("self", "other"),
     aten.masked_fill.Scalar: ("self", "value"),
+    aten.sub.Scalar: ("self", "other"),
+    aten.sub.Tensor: ("self", "other"),
     aten.where.ScalarOther: ("self", "other"),
     aten.where.ScalarSelf: ("other", "self"),
 }
@@ -112,9 +116,9 @@ def split(call: OpCall, dim: int, shape: tuple[int, ...]) -> Rule:
 
 
 def _linear(call: OpCall) -> Linear:
-    if call.op in _LINEAR_AT_ZERO:
-        name, number = _LINEAR_AT_ZERO[call.op]
-        return (together(name),) if call[number] == 0 else ()
+    name, number = _LINEAR_AT_ZERO.get(call.op, ("", ""))
+    if number and call[number] == 0:
+        return (together(name),)
     return LINEAR.get(call.op, ())
 
 

@@ -40,7 +40,7 @@ def decide(
     inputs = [_input(slot, dict(plan.state), arguments) for slot in program.slots]
     calls = Calls(program, program.mesh[plan.axis])
     left = keep_batch_sharded(program, calls, inputs)
-    outputs = _outputs(program, dict(plan.state), left, whole_outputs)
+    outputs = _outputs(program, dict(plan.state), arguments, left, whole_outputs)
     return choose(program, plan.axis, calls, left.rules, inputs, outputs, hardware or Hardware())
 
 
@@ -53,12 +53,18 @@ def _input(slot: Slot, state: Mapping[str, Placement], arguments: Mapping[Slot, 
     return arguments[slot] if slot.kind is SlotKind.ARGUMENT else state.get(slot.name, REPLICATE)
 
 
-def _outputs(program: Program, state: Mapping[str, Placement], left: Open, whole: bool) -> Sequence[Placement]:
+def _outputs(
+    program: Program,
+    state: Mapping[str, Placement],
+    arguments: Mapping[Slot, Placement],
+    left: Open,
+    whole: bool,
+) -> Sequence[Placement]:
     placements = []
     for result, node in program.outputs:
         natural = left.natural[producer(node)]
-        if result.slot is not None and result.slot.kind is not SlotKind.ARGUMENT:
-            placements.append(state.get(result.slot.name, REPLICATE))
+        if result.slot is not None:
+            placements.append(_input(result.slot, state, arguments))
         else:
             placements.append(shard(0) if natural == shard(0) and not whole else REPLICATE)
     return placements

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import mark_stepped
 from ..capture.capture import Captured
-from ..capture.places import GradientPlace, OptimizerStatePlace
+from ..capture.places import AttributePlace, GradientPlace, OptimizerStatePlace
 from ..capture.tree import unflatten
 from ..ir.program import Program
 from ..layout import Layout
@@ -112,7 +112,7 @@ def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tens
     storages: set[int] = set()
     for index, value in results.items():
         place = captured.targets[index]
-        if not isinstance(place, (OptimizerStatePlace, GradientPlace)):
+        if not isinstance(place, (OptimizerStatePlace, GradientPlace, AttributePlace)):
             continue
         storage = value.untyped_storage().data_ptr()
         shared = storage in storages and value.numel() > 0

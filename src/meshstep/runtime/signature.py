@@ -95,6 +95,7 @@ class Guards:
     def __init__(self, captured: Captured) -> None:
         """Note what must stay as it is."""
         state = captured.state
+        self._attributes = captured.attributes
         self._modes = [(module, module.training) for module in state.submodules()]
         self._numbers = [(optimizer, frozen_hyperparameters(optimizer)) for _, optimizer in state.optimizers]
         self._entries = [(optimizer, _count(optimizer)) for _, optimizer in state.optimizers]
@@ -114,6 +115,9 @@ class Guards:
         for optimizer, numbers in self._numbers:
             if frozen_hyperparameters(optimizer) != numbers:
                 return f"{type(optimizer).__name__} has other hyper-parameters"
+        changed = self._attributes.difference()
+        if changed is not None:
+            return changed
         for optimizer, count in self._entries:
             if _count(optimizer) != count:
                 return f"{type(optimizer).__name__} has state now" if count == 0 else "the optimizer has other state"

@@ -157,9 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", default=",".join(workloads.DEFAULT), help="comma separated, or all")
     parser.add_argument("--peers", default=",".join(peers.DEFAULT), help="comma separated, or all")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare losses"
-    )
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="float64: to compare losses")
     parser.add_argument("--seconds", type=float, default=45, help="of taking turns, a workload")
     parser.add_argument("--turn", type=int, default=5, help="recorded steps of a peer before the next one")
     parser.add_argument(

@@ -107,9 +107,7 @@ def brightness(images: Tensor) -> Tensor:
     return (images[:, 0].mean((1, 2)) * 400).long() % 10
 
 
-def batches(
-    draw: Callable[[torch.Generator], Tensor], target: Callable[[Tensor], Tensor]
-) -> Callable[[int], Batch]:
+def batches(draw: Callable[[torch.Generator], Tensor], target: Callable[[Tensor], Tensor]) -> Callable[[int], Batch]:
     """`batch(i)`: inputs drawn from a seed of its own, no two rows alike, and a target to be learnt."""
 
     def batch(i: int) -> Batch:

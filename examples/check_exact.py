@@ -29,9 +29,7 @@ def main() -> None:
         firsts = (bytes(rows[0, :16].tolist()) for rows in x.chunk(RANKS))
         print(f"step {i}:", *(f"rank {rank} reads {first!r}..." for rank, first in enumerate(firsts)))
 
-    result = ms.verify(
-        train_step, lambda i: ((model, optimizer, *batches[i]), {}), mesh=ms.Mesh(dp=RANKS), steps=STEPS
-    )
+    result = ms.verify(train_step, lambda i: ((model, optimizer, *batches[i]), {}), mesh=ms.Mesh(dp=RANKS), steps=STEPS)
     print(result)
     exact = result.ok and result.max_error < BOUND
     verdict = "below" if exact else "NOT below"

@@ -28,9 +28,7 @@ class GPT(nn.Module):
     The sizes that are the default make 1.06 million parameters.
     """
 
-    def __init__(
-        self, width: int = 128, layers: int = 5, heads: int = 4, context: int = 64, vocab: int = 256
-    ):
+    def __init__(self, width: int = 128, layers: int = 5, heads: int = 4, context: int = 64, vocab: int = 256):
         super().__init__()
         self.context = context
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Parameter(torch.zeros(context, width))

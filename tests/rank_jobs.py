@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import GPT
 from torch import Tensor, nn
 
 import meshstep as ms
+from gpt import GPT
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -142,3 +142,26 @@ def sent_for_real() -> dict[str, Any]:
         step(model, optimizer, *mine(*batch(2)))
     counted = sum(e.count for e in profile.key_averages() if e.key.startswith("_c10d_functional::all_reduce"))
     return {"counted": counted, "said": len(step.lower(model, optimizer, *mine(*batch(3))).communication)}
+
+
+def _dropping(x: Tensor, w: Tensor) -> Tensor:
+    return (F.dropout(x, 0.5) @ w + torch.randn(x.shape[0], 1, dtype=x.dtype)).square().mean()
+
+
+def _dropping_arguments() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(8, 6, generator=generator).double(), torch.randn(6, 2, generator=generator).double()
+
+
+def dropout_losses(backend: str) -> list[float]:
+    """Three losses with dropout; every rank has another seed, that of rank 0 counts."""
+    x, w = _dropping_arguments()
+    torch.manual_seed(11 + dist.get_rank())
+    step = ms.compile(backend=backend, inputs={"w": torch.distributed.tensor.Replicate()})(_dropping)
+    return [step(*mine(x), w).item() for _ in range(3)]
+
+
+def dropout_losses_of_one_rank() -> list[float]:
+    """The same in one process, without a group."""
+    step = ms.simulate(_dropping, mesh=ms.Mesh(dp=1))
+    return [step(*_dropping_arguments()).item() for _ in range(3)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshstep.ir import collectives
+from meshstep.ir import collectives, random
 from meshstep.ir.updates import BY_OP
 from meshstep.rules import pointwise
 
@@ -512,6 +512,22 @@ def factories(d: Draw) -> dict[Any, list[Call]]:
     }
 
 
+def random_tensors(d: Draw) -> dict[Any, list[Call]]:
+    seed, first = torch.tensor([3, 5]), torch.tensor(12)
+    return {
+        op: [
+            call(seed, [None, None], 7, [12, 24], [12, 24], dtype),
+            call(seed, [None, first, None], 1 << 31, [4, 12, 3], [4, 48, 3], dtype),
+            call(seed, [], 0, [], [], dtype),
+        ]
+        for op, dtype in (
+            (random.uniform, torch.float64),
+            (random.normal, torch.float64),
+            (random.integers, torch.int64),
+        )
+    }
+
+
 _UPDATE_SETTINGS: dict[str, Any] = {
     "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
     "momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False, "lr_decay": 0.1,
@@ -656,7 +672,7 @@ def _convolution_backward(d: Draw, forward: Call, mask: list[bool]) -> Call:
 _NOT_BROADCAST = (aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.log_sigmoid_backward.default)
 
 _BY_HAND: tuple[Callable[[Draw], dict[Any, list[Call]]], ...] = (
-    by_hand_elementwise, views, reductions, matmuls, norms, attention, indexing, factories, updates, communications,
+    by_hand_elementwise, views, reductions, matmuls, norms, attention, indexing, factories, updates, communications, random_tensors,
     vision,
 )  # fmt: skip
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT, loss_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import meshstep as ms
+from gpt import GPT, loss_of
 
 
 def train_step(model, optimizer, x, y):

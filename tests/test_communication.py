@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT
 from torch import nn
 
 import meshstep as ms
+from gpt import GPT
 from meshstep.passes import BucketAllReduces, CommonSubexpressions, DeadCode, Pipeline
 
 

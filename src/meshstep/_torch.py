@@ -6,7 +6,7 @@ Tested: torch 2.13.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,13 +74,21 @@ def has_composite_kernel(op: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def compile_with_inductor(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph of aten ops by Inductor, random numbers drawn as eager mode draws them."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+def compile_with_inductor(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], expansions: Mapping[OpOverload, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Compile a graph of aten ops by Inductor.
 
-    with torch.no_grad(), config.patch(fallback_random=True):
-        compiled: Any = compile_fx(module, list(inputs))
+    Args:
+        module: The graph.
+        inputs: Its first inputs.
+        expansions: Ops that are no aten ops, with functions that compute them by aten ops.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    with torch.no_grad():
+        compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **expansions})
         return compiled
 
 

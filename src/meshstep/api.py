@@ -30,6 +30,7 @@ from .runtime.agreement import agree_on_call, agree_on_program
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
+from .runtime.seed import Seed
 from .runtime.signature import Guards, Signature
 from .runtime.world import axis_groups, check_mesh, init
 from .verification import MakeArgs, Verification, compare
@@ -59,6 +60,7 @@ class Step(ABC):
         self._function, self._options = function, options
         self._signature = inspect.signature(function)
         self._cache: Cache[Executor] = Cache()
+        self._seed = Seed(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -72,6 +74,7 @@ class Step(ABC):
             PlanError: The plan does not fit the mesh or the program.
             RankMismatchError: Ranks would run different programs.
         """
+        self._seed.begin()
         call = bind_call(self._signature, args, kwargs)
         signature = Signature.of(call.spec, call.names, call.leaves)
         found = self._cache.find(signature, call.leaves)
@@ -133,6 +136,7 @@ class Step(ABC):
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         """What runs the program."""
 
+    @abstractmethod
     def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
         """See that all ranks make the same call."""
 
@@ -151,7 +155,9 @@ class Step(ABC):
         """All phases up to the local program."""
         self.plan.check(mesh)
         layouts, shapes = self._layouts(call, mesh)
-        captured = capture(self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh)
+        captured = capture(
+            self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh, self._seed.now
+        )
         program, plans = captured.program, []
         for axis in reversed(mesh.axes):
             decision = decide(
@@ -175,6 +181,7 @@ class CompiledStep(Step):
         """Number the step: all ranks make their steps in the same order."""
         super().__init__(function, options)
         self._topic = f"{function.__name__}/{next(self._made)}"
+        self._seed = Seed(self._topic)
 
     def _mesh(self) -> Mesh:
         return self._options.mesh or Mesh(dp=init().size)
@@ -211,9 +218,13 @@ class SimulatedStep(Step):
 
     def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
         layouts = argument_layouts(call, mesh, self.plan, self._options.inputs, whole=True)
-        return layouts, [
+        shapes = [
             None if layout is None else tuple(leaf.shape) for leaf, layout in zip(call.leaves, layouts, strict=True)
         ]
+        return layouts, shapes
+
+    def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
+        """There is only this process."""
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
@@ -291,9 +302,11 @@ def _options(given: dict[str, Any]) -> Options:
             str(error).split("__init__() ")[-1], at="compile(...)", hint=", ".join(Options.__slots__)
         ) from None
     check_backend(options.backend)
-    if options.passes is not None and not isinstance(options.passes, Pipeline):
-        kind = type(options.passes).__name__
-        raise InputError(f"passes is a {kind}", at="compile(passes=...)", hint="meshstep.Pipeline((...))")
+    passes: Any = options.passes
+    if not isinstance(passes, Pipeline | None):
+        raise InputError(
+            f"passes is a {type(passes).__name__}", at="compile(passes=...)", hint="meshstep.Pipeline((...))"
+        )
     if options.outputs not in OUTPUTS:
         raise InputError(
             f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .capture.randomness import CountedRandom, Draws
 from .capture.state import collect
 from .capture.tree import flatten, paths, unflatten
 from .errors import InputError
+from .runtime.seed import Seed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest element, at least to 1
 MakeArgs = Callable[[int], tuple[tuple, dict[str, Any]]]
@@ -66,12 +68,15 @@ def compare(
         dtype: Floating-point tensors are brought to it first; None leaves them.
     """
     ours, theirs = _Side(make_args(0), dtype), _Side(make_args(0), dtype)
+    seed = Seed(None)
     worst, first, values = 0.0, None, dict[str, int]()
     for i in range(steps):
         later = None if i == 0 else make_args(i)
-        random = torch.get_rng_state()
-        want = ours.run(plain, later)
-        torch.set_rng_state(random)
+        seed.begin()
+        generator = torch.get_rng_state()
+        with CountedRandom(Draws(plain.__name__), seed.now):
+            want = ours.run(plain, later)
+        torch.set_rng_state(generator)
         found = theirs.run(compiled, later)
         values = _counted(want)
         for name in dict.fromkeys((*want, *found)):

@@ -29,6 +29,7 @@ from .places import (
     ParameterPlace,
     Place,
     RequiresGradPlace,
+    SeedPlace,
 )
 from .randomness import undisturbed
 from .scalars import compute_scalars_in_float64
@@ -88,6 +89,7 @@ def capture(
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...] | None],
     mesh: Mesh,
+    seed: Callable[[torch.device], Tensor],
 ) -> Captured:
     """Trace one call.
 
@@ -98,6 +100,7 @@ def capture(
         names: Their paths.
         shapes: The global shape of each leaf that is a tensor.
         mesh: The mesh that the program is for.
+        seed: Gives (seed, step) as i64[2] on a device, at every call of the program.
 
     Raises:
         CaptureError: The Python needs the value of a tensor, or does what cannot be recorded.
@@ -112,7 +115,7 @@ def capture(
             at=f"{definition_line(function)}, arguments {', '.join(names) or 'none'}",
             hint="pass the model, the optimizer and the batch to the step as arguments",
         )
-    return _Capture(function, state, mesh).run(invoke, leaves, names, shapes)
+    return _Capture(function, state, mesh, seed).run(invoke, leaves, names, shapes)
 
 
 def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
@@ -133,10 +136,16 @@ def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
 class _Capture:
     """What one capture knows while it runs."""
 
-    def __init__(self, function: Callable[..., Any], state: State, mesh: Mesh) -> None:
-        self.function, self.state, self.mesh = function, state, mesh
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        state: State,
+        mesh: Mesh,
+        seed: Callable[[torch.device], Tensor],
+    ) -> None:
+        self.function, self.state, self.mesh, self.seed = function, state, mesh, seed
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-        self.tracer = Tracer()
+        self.tracer = Tracer(function.__name__)
         self.places: dict[Slot, Place] = {}
         self.results: list[tuple[Result, fx.Node, Place | None]] = []
         self.fakes: dict[int, Tensor] = {}
@@ -391,6 +400,7 @@ class _Capture:
             constants=dict(self.tracer.constants),
         )
         places = self.places | {slot: ConstantPlace(t) for slot, t in self.tracer.constants.items()}
+        places |= {slot: SeedPlace(self.seed, device) for slot, (device, _) in self.tracer.seeds.items()}
         leaves, spec = flatten(returned)
         indices = iter(range(len(leaves)))
         known = set(program.slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +163,18 @@ class HyperparameterPlace:
         return torch.as_tensor(self.value(), dtype=torch.float64, device=self.device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SeedPlace:
+    """The seed and the number of the call, from the step that the program belongs to."""
+
+    now: Callable[[torch.device], Tensor]
+    device: torch.device
+
+    def read(self, leaves: list[Any]) -> Tensor:
+        """i64[2]."""
+        return self.now(self.device)
+
+
 Place = (
     ParameterPlace
     | BufferPlace
@@ -172,4 +185,5 @@ Place = (
     | OptimizerStatePlace
     | AttributePlace
     | HyperparameterPlace
+    | SeedPlace
 )

@@ -74,7 +74,7 @@ def _random_from(make: Make, x: Tensor, low: int, high: int | None = None, **_: 
     return _between(make, x, low, most if high is None else high)
 
 
-def _bernoulli(make: Make, x: Tensor, p: float | Tensor, **_: Any) -> Tensor:
+def _bernoulli(make: Make, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
     return (_uniform_like(make, x) < p).to(x.dtype)
 
 

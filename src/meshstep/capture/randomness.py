@@ -9,71 +9,119 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import Tensor
 
-from .._torch import OpOverload, skip_dispatch_modes
+from .._torch import OpOverload, TorchDispatchMode, skip_dispatch_modes
 from ..errors import CaptureError
-
-aten = torch.ops.aten
-
-
-def draws(op: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an op takes numbers from a generator."""
-    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    return named.get("dropout_p", -1.0) != 0.0  # attention without dropout
+from .random_ops import in_plain_terms
 
 
 class Draws:
-    """The draws of one trace, by the state of the generator that they started from."""
+    """Numbers the random tensors of one run of a step, by the state of the generator that they start from.
 
-    def __init__(self) -> None:
+    Args:
+        name: Of the step: steps of different names get different numbers.
+    """
+
+    def __init__(self, name: str) -> None:
         """Start from the generator's present state."""
-        self._made: dict[bytes, fx.Node] = {}
+        self._first = (zlib.crc32(name.encode()) & 0xFFFF) << 16
+        self._numbers: dict[bytes, int] = {}
         self._known = {_state()}
 
-    def earlier(self, op: Any, args: tuple, kwargs: dict) -> fx.Node | None:
-        """The draw that already gave these numbers; None if they are new.
+    def number(self) -> int:
+        """The number of the random tensor that is drawn now; that of the earlier one if its state was put back.
 
         Raises:
-            CaptureError: The numbers come from a seed or a generator of the step's own.
+            CaptureError: The generator was seeded in the step.
         """
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise CaptureError(
-                "random numbers are drawn from a generator of the step's own",
-                hint="the default generator: call torch.manual_seed before the step",
-            )
         state = _state()
         if state not in self._known:
             raise CaptureError(
                 "random numbers are drawn after the generator was seeded in the step",
                 hint="call torch.manual_seed before the step",
             )
-        made = self._made.get(state)
-        if made is not None and not _same(made, op, args, kwargs):
-            raise CaptureError(
-                "the state of the generator is put back, and other numbers are drawn from it",
-                hint="draw the same numbers again, or draw once and keep them",
-            )
-        if made is not None:
-            self._advance()
-        return made
-
-    def add(self, node: fx.Node) -> None:
-        """Remember a new draw."""
-        self._made[_state()] = node
-        self._advance()
-
-    def _advance(self) -> None:
         with skip_dispatch_modes():
             torch.rand(())
         self._known.add(_state())
+        return self._first + self._numbers.setdefault(state, len(self._numbers))
+
+
+Make = Callable[[Any, list[int], int, torch.dtype, torch.device], Tensor]  # of op, shape, number, dtype, device
+
+
+def random_result(make: Make, draws: Draws, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a random op gives, as a function of a seed and an element's place.
+
+    Args:
+        make: Makes a random tensor of the IR.
+        draws: Gives the number.
+        func: The op.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        CaptureError: The numbers come from a seed or a generator of the step's own, or in a way that is not known.
+    """
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        raise CaptureError(
+            "random numbers are drawn from a generator of the step's own",
+            hint="the default generator: call torch.manual_seed before the step",
+        )
+    found = in_plain_terms(
+        lambda op, shape, dtype, device: make(op, list(shape), draws.number(), dtype, device), func, args, kwargs
+    )
+    if found is NotImplemented:
+        raise CaptureError(
+            f"{func} draws random numbers in a way that depends on the mesh",
+            hint="torch.rand, torch.randn, torch.bernoulli or dropout; attention without its own dropout",
+        )
+    return found
+
+
+@cache
+def _is_tagged(func: Any) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+
+
+def is_random(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes numbers from a generator."""
+    if not _is_tagged(func):
+        return False
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return named.get("dropout_p", -1.0) != 0.0  # attention without dropout
+
+
+class CountedRandom(TorchDispatchMode):
+    """Gives a plain run the random numbers that a compiled one gets.
+
+    Args:
+        draws: Numbers the random tensors.
+        seed: Gives (seed, step) on a device.
+    """
+
+    def __init__(self, draws: Draws, seed: Callable[[torch.device], Tensor]) -> None:
+        """Use these numbers."""
+        super().__init__()
+        self._draws, self._seed = draws, seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Random ops by number, all others as they are."""
+        kwargs = kwargs or {}
+        if is_random(func, args, kwargs):
+            return random_result(self._make, self._draws, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _make(self, op: Any, shape: list[int], number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made: Tensor = op(self._seed(device), [None] * len(shape), number, shape, shape, dtype)
+        return made
 
 
 @contextlib.contextmanager
@@ -107,18 +155,3 @@ def _numpy_differs(before: Any) -> bool:
 def _state() -> bytes:
     with skip_dispatch_modes():
         return torch.get_rng_state().numpy().tobytes()
-
-
-def _same(made: fx.Node, op: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call would compute what `made` has computed: the same op of equal values."""
-    return made.target is op and _equal(made.args, args) and _equal(dict(made.kwargs), kwargs)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-        return a is b or (a.op == b.op == "call_function" and _same(a, b.target, b.args, dict(b.kwargs)))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return type(a) is type(b) and bool(a == b)

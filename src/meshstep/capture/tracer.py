@@ -31,7 +31,7 @@ from ..layout import Layout
 from .aliases import Base, Ref
 from .decompose import DECOMPOSITIONS
 from .factories import FACTORIES
-from .randomness import Draws, draws
+from .randomness import Draws, is_random, random_result
 from .schemas import Effects, defaults_of, effects_of, foreach_element, functional_of
 from .source import user_line, value_needed
 
@@ -67,10 +67,11 @@ class Tracer(TorchDispatchMode):
         graph: What has been recorded, without an output node.
         slots: What its placeholders are, in order.
         constants: Tensors that the step uses although they are no arguments.
+        seeds: For each SEED slot, the device that it is for and its fake tensor.
         nonzero: Whether a live number is other than zero, by the `id` of its tensor: Python may ask that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         """Start with an empty graph."""
         super().__init__()
         self.graph = fx.Graph()
@@ -83,7 +84,8 @@ class Tracer(TorchDispatchMode):
         self._refs: dict[int, Ref] = {}
         self._storages: dict[int, tuple[Any, int]] = {}  # of the tensors above when they were bound, kept alive
         self._alive: list[Tensor] = []  # ids stay unique as long as their tensors live
-        self._draws = Draws()
+        self._draws = Draws(name)
+        self.seeds: dict[Slot, tuple[torch.device, Tensor]] = {}
         self._forward_lines: dict[int, str] = {}
         self._line = ""
 
@@ -152,10 +154,25 @@ class Tracer(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        if is_random(func, args, kwargs):
+            with self:
+                return random_result(self._random_tensor, self._draws, func, args, kwargs)
         before = self._operands(func, args, kwargs)
         out = func(*args, **kwargs)
         self._write_down(func, args, kwargs, before, out)
         return out
+
+    def _random_tensor(
+        self, op: Any, shape: list[int], number: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A random tensor of the IR from the seed that is an input of the program."""
+        slot = Slot(SlotKind.SEED, device.type)
+        if slot not in self.seeds:
+            seed = torch.empty(2, dtype=torch.int64, device=device)
+            self.seeds[slot] = (device, seed)
+            self._bind(seed, Ref(Base(), self._new_placeholder(slot, TensorType.of(seed)), TensorType.of(seed)))
+        made: Tensor = op(self.seeds[slot][1], [None] * len(shape), number, shape, shape, dtype)
+        return made
 
     def _truth(self, tensor: Tensor) -> bool | None:
         """What `number != 0` or `number > 0` is for a live number that is not negative; None for anything else."""
@@ -289,14 +306,9 @@ class Tracer(TorchDispatchMode):
     def _emit(self, op: Any, args: tuple, kwargs: dict, type_: Any = None) -> fx.Node:
         if op is operator.getitem:
             return part(self.graph, *args)
-        random = draws(op, args, kwargs)
-        if random and (earlier := self._draws.earlier(op, args, kwargs)) is not None:
-            return earlier
         type_ = infer(op, args, kwargs) if type_ is None else type_
         node = call(self.graph, op, args, kwargs, type=type_, source=self._line)
         self._first = self._first or node
-        if random:
-            self._draws.add(node)
         return node
 
     def _node_of(self, value: Any) -> Any:

@@ -75,7 +75,7 @@ def to_uniform(found: Words, dtype: torch.dtype) -> Tensor:
     """[0, 1) with as many random bits as the dtype holds."""
     a, b, *_ = found
     if dtype == torch.float64:
-        return ((a >> 5) * 67108864.0 + (b >> 6)) * 2.0**-53
+        return ((a >> 5 << 26) + (b >> 6)).to(torch.float64) * 2.0**-53
     bits = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     return ((a >> (32 - bits)).to(torch.float32) * 2.0**-bits).to(dtype)
 

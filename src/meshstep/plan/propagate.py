@@ -14,7 +14,7 @@ from torch import fx
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import Program, is_part, producer
+from ..ir.program import Program, SlotKind, is_part, producer
 from ..layout import REPLICATE, shard_dim
 from ..rules import Rule
 from .calls import Calls
@@ -36,7 +36,8 @@ class Open:
 def keep_batch_sharded(program: Program, calls: Calls, inputs: Sequence[Placement]) -> Open:
     """The rules that keep what depends on a sharded input sharded."""
     natural: dict[tuple[fx.Node, int], Placement | None] = {
-        (node, 0): placement for node, placement in zip(program.placeholders, inputs, strict=True)
+        (node, 0): None if slot.kind is SlotKind.SEED else placement  # random tensors are made in any placement
+        for (slot, node), placement in zip(program.inputs, inputs, strict=True)
     }
     rules: dict[fx.Node, tuple[Rule, ...]] = {}
     for node in program.graph.nodes:

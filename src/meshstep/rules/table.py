@@ -15,6 +15,7 @@ from . import (
     matmuls,
     norms,
     pointwise,
+    random,
     reductions,
     updates,
     views,
@@ -35,6 +36,7 @@ TABLE: Mapping[OpOverload, Entry] = MappingProxyType(
         **factories.TABLE,
         **vision.TABLE,
         **updates.TABLE,
+        **random.TABLE,
         **collectives.TABLE,
     }
 )

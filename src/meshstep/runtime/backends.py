@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from .._torch import OpOverload, compile_with_inductor
 from ..errors import InputError
+from ..ir.random import EXPANSIONS
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Runner = Callable[..., Any]
@@ -68,7 +69,7 @@ def _reduce_in_place(graph: fx.Graph) -> None:
 def _inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     """The computation by Inductor; the optimizer's in-place kernels stay PyTorch's own, which are faster."""
     body, tail, passed = split_tail(module)
-    compiled = compile_with_inductor(body, inputs)
+    compiled = compile_with_inductor(body, inputs, EXPANSIONS)
     if tail is None:
         return compiled
     run_tail = tail.forward

@@ -1,4 +1,4 @@
-"""The seed of a step's random numbers: what `torch.manual_seed` set, the same on all ranks, and a count of the calls."""
+"""The seed of a step's random numbers: what `torch.manual_seed` set, the same on all ranks, and which call it is."""
 
 from __future__ import annotations
 

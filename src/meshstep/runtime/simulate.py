@@ -21,7 +21,12 @@ from ..ir.program import Program
 from ..layout import Layout, shard_dim
 from ..mesh import Mesh
 
-_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
 def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -79,7 +79,7 @@ class Outcome:
 @contextlib.contextmanager
 def even_sizes() -> Iterator[None]:
     """OpInfo's samples are made of the sizes 3, 5, 10 and 20: let them be even, so that they can be sharded."""
-    sizes = {"S": 4, "M": 8, "XS": 2}
+    sizes = {"S": 8, "M": 12, "XS": 4}
     found = [m for n, m in sys.modules.items() if n.startswith("torch.testing._internal") and hasattr(m, "S")]
     before = [(m, {name: getattr(m, name) for name in sizes if hasattr(m, name)}) for m in found]
     try:
@@ -280,7 +280,7 @@ def at_random(sample: Sample, size: int, seed: int) -> list[Placement]:
 # ---- the sweep
 
 
-def sweep(op: Any, count: int = 3) -> Outcome:
+def sweep(op: Any, count: int = 6) -> Outcome:
     """All runs of one op."""
     outcome, start = Outcome(name_of(op)), time.perf_counter()
     try:
@@ -366,7 +366,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write one record for each op")
     parser.add_argument("--ops", help="only ops with this in their name")
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--verbose", action="store_true", help="name each op before it runs")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -79,6 +79,11 @@ def index_write(call: OpCall) -> Iterator[Rule]:
     yield from partials(call, (together("self"),) if call.arguments.get("value") == 0 else _written(call))
 
 
+def index_reduce(call: OpCall) -> Iterator[Rule]:
+    """Other dims go together."""
+    yield from _other_dims(call)
+
+
 def index_add(call: OpCall) -> Iterator[Rule]:
     """As `index_write`; where the ranks hold different things to add, the result is a sum."""
     yield from index_write(call)
@@ -233,6 +238,7 @@ TABLE: Table = {
     aten.index_add.default: Entry(index_add),
     aten.index_copy.default: Entry(index_write),
     aten.index_fill.int_Scalar: Entry(index_write),
+    aten.index_reduce.default: Entry(index_reduce),
     aten.index.Tensor: Entry(index),
     aten._unsafe_index.Tensor: Entry(index),
     aten.index_put.default: Entry(index_put),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..layout import PARTIAL, REPLICATE
-from .factors import all_but_last, factor, follow, together
+from .factors import factor, together
 from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
@@ -34,8 +34,6 @@ def _adds_shares(rule: Rule) -> bool:
     return rule.inputs[0] == REPLICATE and rule.outputs == (PARTIAL,)
 
 
-_OF_EACH = Entry(follow(all_but_last(2)))  # of each matrix of a batch
-
 TABLE: Table = {
     aten.mm.default: Entry(factor("mk,kn->mn", "each")),
     aten.mm.dtype: Entry(factor("mk,kn->mn", "each")),
@@ -51,11 +49,4 @@ TABLE: Table = {
     aten.vdot.default: Entry(factor("k,k->", "each")),
     aten.addr.default: _added("mn,m,n->mn", "vec1", "vec2"),
     aten.embedding.default: Entry(factor("Vd,...->...d", "first")),
-    aten._linalg_det.default: _OF_EACH,
-    aten._linalg_eigh.default: _OF_EACH,
-    aten._linalg_slogdet.default: _OF_EACH,
-    aten._linalg_svd.default: _OF_EACH,
-    aten.linalg_cholesky_ex.default: _OF_EACH,
-    aten.linalg_inv_ex.default: _OF_EACH,
-    aten.linalg_qr.default: _OF_EACH,
 }

@@ -65,6 +65,12 @@ def _largest(op: str) -> Across:
     return across
 
 
+def _both(call: OpCall, dim: int) -> Iterator[Rule]:
+    """`aminmax`: the smallest and the largest."""
+    if call.tensors[0].dtype is not torch.bool:
+        yield Rule((shard(dim),), (Partial("min"), Partial("max")))
+
+
 # ---- local forms
 
 
@@ -142,7 +148,11 @@ TABLE: Table = {
     aten.min.default: reduction(_largest("min")),
     aten.max.dim: _KEPT,
     aten.min.dim: _KEPT,
+    aten.aminmax.default: reduction(_both),
+    aten.kthvalue.default: _KEPT,
     aten.median.dim: _KEPT,
+    aten.mode.default: _KEPT,
+    aten.nanmedian.dim: _KEPT,
     aten.prod.dim_int: _KEPT,
     aten.any.default: _ANY,
     aten.any.dim: _ANY,

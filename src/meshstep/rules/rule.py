@@ -11,8 +11,11 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import OpOverload
+from ..ir.collectives import COLLECTIVES
 from ..ir.infer import infer
 from ..ir.program import call as append_call
+from ..ir.program import name_of
+from ..ir.program import part as append_part
 from ..ir.types import TensorType
 from ..layout import REPLICATE, shard_dim
 
@@ -129,9 +132,16 @@ class Local:
         args, kwargs = spelled(self.call.op, arguments | changed)
         return self.emit(self.call.op, *args, **kwargs)
 
+    def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Append the outputs of a call with several."""
+        return tuple(append_part(self.graph, node, i) for i in range(len(node.meta["type"])))
+
     def emit(self, op: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call with inferred type."""
-        return append_call(self.graph, op, args, kwargs, type=infer(op, args, kwargs), source=self.source)
+        node = append_call(self.graph, op, args, kwargs, type=infer(op, args, kwargs), source=self.source)
+        if op in COLLECTIVES:
+            node.meta["why"] = f"{name_of(self.call.op)} is computed in shards"
+        return node
 
 
 @cache

@@ -193,12 +193,22 @@ def _linear(origins: Origins, size: str | None = None) -> Entry:
     return Entry(follow(origins, "all"), output_size(size) if size else None)
 
 
+def _copies(table: Table) -> Table:
+    """The ops that give a copy of what the view gives: `view_copy` for `view`."""
+    found = {}
+    for op, entry in table.items():
+        packet = getattr(aten, f"{op._schema.name.removeprefix('aten::')}_copy", None)
+        if packet is not None and op._overloadname in packet.overloads():
+            found[getattr(packet, op._overloadname)] = entry
+    return found
+
+
 _VIEW = Entry(view, output_size("size"))
 _SQUEEZE = Entry(squeeze)
 _ALONG_DIM = _linear(apart_from("dim"))
 _IN_BATCH = _linear(all_but_last(2))
 
-TABLE: Table = {
+_VIEWS: Table = {
     aten.view.default: _VIEW,
     aten._unsafe_view.default: _VIEW,
     aten.reshape.default: Entry(view, output_size("shape")),
@@ -212,6 +222,8 @@ TABLE: Table = {
     aten.squeeze.dims: _SQUEEZE,
     aten.unsqueeze.default: _linear(_added),
     aten.expand.default: Entry(expand, output_size("size")),
+    aten.alias.default: _linear(all_but_last(0)),
+    aten.detach.default: _linear(all_but_last(0)),
     aten.select.int: _linear(_without("dim")),
     aten.select_backward.default: _linear(_selected_from, "input_sizes"),
     aten.slice.Tensor: _linear(_sliced),
@@ -238,3 +250,5 @@ TABLE: Table = {
     aten.view_as_complex.default: _linear(all_but_last(1)),
     aten.view_as_real.default: _linear(all_but_last(0)),
 }
+
+TABLE: Table = _VIEWS | _copies(_VIEWS)

@@ -92,6 +92,12 @@ def _bordered(name: str, pixels: int) -> Table:
     return {forward.default: _planes(pixels, "all"), backward.default: _planes(pixels, "first")}
 
 
+def _apart_from_channels(call: OpCall) -> list[int | None]:
+    return [None if dim == 1 else dim for dim in range(call.tensors[0].ndim)]
+
+
+_DRAWN_2D, _DRAWN_3D = "...HW,...X->...IJ,...IJ", "...DHW,...X->...IJK,...IJK"
+
 TABLE: Table = {
     aten.convolution.default: Entry(convolution, _local_groups),
     aten.convolution_backward.default: Entry(convolution_backward, _local_groups),
@@ -113,11 +119,27 @@ TABLE: Table = {
     aten.avg_pool3d_backward.default: _planes(3, "first"),
     aten._adaptive_avg_pool3d.default: _planes(3, "all"),
     aten._adaptive_avg_pool3d_backward.default: _planes(3, "first"),
+    aten.adaptive_max_pool3d.default: _planes(3),
+    aten.adaptive_max_pool3d_backward.default: _planes(3, "first"),
+    aten.max_unpool2d.default: _planes(2, "first"),
+    aten.max_unpool3d.default: _planes(3, "first"),
+    aten.fractional_max_pool2d.default: Entry(factor(_DRAWN_2D)),
+    aten.fractional_max_pool2d_backward.default: _planes(2, "first"),
+    aten.fractional_max_pool3d.default: Entry(factor(_DRAWN_3D)),
+    aten.fractional_max_pool3d_backward.default: _planes(3, "first"),
+    aten.channel_shuffle.default: Entry(follow(_apart_from_channels, "all")),
+    aten.native_channel_shuffle.default: Entry(follow(_apart_from_channels, "all")),
+    aten.grid_sampler_3d.default: Entry(factor("ncDHW,nXYZK->ncXYZ", "first")),
+    aten.grid_sampler_3d_backward.default: Entry(factor("ncXYZ,ncDHW,nXYZK->ncDHW,nXYZK", "first")),
     aten.grid_sampler_2d.default: Entry(factor("ncHW,nXYZ->ncXY", "first")),
     aten.grid_sampler_2d_backward.default: Entry(factor("ncXY,ncHW,nXYZ->ncHW,nXYZ", "first")),
     **_resized("upsample_nearest1d", 1),
     **_resized("upsample_nearest2d", 2),
     **_resized("_upsample_nearest_exact2d", 2),
+    **_resized("_upsample_nearest_exact1d", 1),
+    **_resized("_upsample_nearest_exact3d", 3),
+    **_resized("_upsample_bilinear2d_aa", 2),
+    **_resized("_upsample_bicubic2d_aa", 2),
     **_resized("upsample_linear1d", 1),
     **_resized("upsample_bilinear2d", 2),
     **_resized("upsample_bicubic2d", 2),
@@ -127,5 +149,6 @@ TABLE: Table = {
     **_bordered("replication_pad3d", 3),
     **_bordered("reflection_pad1d", 1),
     **_bordered("reflection_pad2d", 2),
+    **_bordered("reflection_pad3d", 3),
     **_bordered("replication_pad2d", 2),
 }

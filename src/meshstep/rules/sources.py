@@ -1,0 +1,49 @@
+"""The rules of a call from every source: the user's, torch's `register_sharding`, the table's, those found by running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .._torch import OpOverload
+from . import lookup
+from .discovery import Found, discovery
+from .rule import Entry, OpCall, Rule, divides, replicate
+from .user import registered_with_torch
+
+
+def entry_of(op: OpOverload) -> Entry | None:
+    """What somebody wrote of an op; None if nobody did."""
+    return (None if lookup.is_registered(op) else registered_with_torch(op)) or lookup.entry_of(op)
+
+
+def is_known(op: OpOverload) -> bool:
+    """Whether somebody wrote rules for an op; else they are found by running it, or it is replicated."""
+    return entry_of(op) is not None
+
+
+def rules_for(call: OpCall, size: int) -> tuple[Rule, ...]:
+    """The rules of a call along an axis of `size` ranks: `replicate` first, then those whose shards are even.
+
+    Raises:
+        RuleError: A rule of the user's is wrong.
+    """
+    entry = entry_of(call.op)
+    found = entry.rules(call) if entry else discovery.rules(call, size)
+    return tuple(dict.fromkeys([replicate(call), *(rule for rule in found if divides(call, rule, size))]))
+
+
+def localize(call: OpCall, rule: Rule, size: int) -> dict[str, Any]:
+    """The non-tensor arguments that differ on one rank from those of the whole, by name."""
+    entry = entry_of(call.op)
+    changes = entry.localize if entry and rule != replicate(call) else None
+    return dict(changes(call, rule, size)) if changes else {}
+
+
+def found_by_running(call: OpCall) -> Found | None:
+    """What running the op of a call has shown; None if its rules were written."""
+    return None if is_known(call.op) else discovery.find(call)
+
+
+__all__ = ["Found", "Mapping", "dataclass", "entry_of", "found_by_running", "is_known", "localize", "rules_for"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,6 +111,23 @@ def skip_dispatch_modes() -> Iterator[None]:
         yield
 
 
+def has_effects(op: OpOverload) -> bool:
+    """Whether an op was registered as one that does more than compute its outputs."""
+    from torch._higher_order_ops.effects import has_effects as registered
+
+    return bool(registered(op))
+
+
+def registered_sharding(op: OpOverload) -> Callable[..., Any] | None:
+    """The function given to torch's public `register_sharding` for an op; None if there is none."""
+    from torch.distributed.tensor import DTensor
+
+    strategy: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(op)
+    if not isinstance(strategy, partial) or not strategy.func.__qualname__.startswith("register_sharding."):
+        return None
+    return strategy.args[0]
+
+
 def next_sequence_number() -> int:
     """The number that the next autograd node created on this thread will get."""
     return torch._C._autograd._get_sequence_nr()
@@ -137,8 +154,10 @@ __all__ = [
     "decompositions",
     "default_store",
     "has_composite_kernel",
+    "has_effects",
     "mark_stepped",
     "next_sequence_number",
+    "registered_sharding",
     "running_sequence_number",
     "skip_dispatch_modes",
     "storage_id",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,34 @@ from .errors import InputError
 from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
 from .plan.plan import Plan
-from .rules import is_known
+from .rules import Found, OpCall, found_by_running
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """An op whose rules were found by running it.
+
+    Args:
+        op: Its name.
+        calls: Number of its calls.
+        rules: Number of rules found, over all kinds of its calls.
+        runs: How often it was run for that.
+        seconds: Time that it took in this process.
+        from_file: Whether all rules were read from the cache, and only tried again.
+    """
+
+    op: str
+    calls: int
+    rules: int
+    runs: int
+    seconds: float
+    from_file: bool
+
+    def __str__(self) -> str:
+        """`my.scale: 4 rules found by 310 runs in 0.05 s (2 calls)`."""
+        how = "read from the cache and tried again by" if self.from_file else "found by"
+        calls = f"{self.calls} call{'' if self.calls == 1 else 's'}"
+        return f"{self.op}: {self.rules} rules {how} {self.runs} runs in {self.seconds:.2f} s ({calls})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +86,39 @@ class Lowered:
     @property
     def fallbacks(self) -> tuple[tuple[str, int], ...]:
         """Ops that have no sharding rule and are computed whole on every rank, each with its number of calls."""
-        targets: list[Any] = [node.target for node in self.program.calls]
-        counts = Counter(op_text(target) for target in targets if not is_known(target))
+        counts = Counter(op_text(op) for op, found in self._run() if not found.learned)
         return tuple(sorted(counts.items()))
+
+    @property
+    def discovered(self) -> tuple[Discovered, ...]:
+        """Ops whose rules nobody wrote and that were run to find them, by name."""
+        kept: dict[str, list[Found]] = {}
+        for op, found in self._run():
+            if found.learned:
+                kept.setdefault(op_text(op), []).append(found)
+        return tuple(_together(name, kept[name]) for name in sorted(kept))
+
+    def _run(self) -> Iterator[tuple[Any, Found]]:
+        """The calls whose rules nobody wrote, with what running their ops has shown."""
+        for node in self.program.calls:
+            call = OpCall.of(node.target, node.args, node.kwargs, node.meta["type"])  # type: ignore[arg-type]
+            found = found_by_running(call)
+            if found is not None:
+                yield node.target, found
 
     def __str__(self) -> str:
         """The local program."""
         return self.as_text()
+
+
+def _together(name: str, calls: Sequence[Found]) -> Discovered:
+    """What was found for all calls of an op; equal calls share one finding."""
+    kinds = list({id(found): found for found in calls}.values())
+    return Discovered(
+        op=name,
+        calls=len(calls),
+        rules=len({rule for found in kinds for rule in found.learned}),
+        runs=sum(found.runs for found in kinds),
+        seconds=sum(found.seconds for found in kinds),
+        from_file=all(found.from_file for found in kinds),
+    )

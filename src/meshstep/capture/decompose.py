@@ -100,27 +100,166 @@ def combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tenso
     return x[index].reshape(len(chosen), r)
 
 
+def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """`x` as one row of elements, written to at some of them."""
+    return x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(x.shape)
+
+
+# ---- bags of embeddings
+
+_SUM, _MEAN, _MAX = 0, 1, 2
+
+
 def embedding_bag(
-    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = _SUM,
     sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sums (mode 0), means (1) or largest elements (2) of the rows of each bag; then what the backward needs."""
+) -> Any:  # fmt: skip
+    """Sums or means of the rows of each bag, and what the backward needs; the largest of them stay one op."""
+    if mode == _MAX:
+        return NotImplemented
     bags = offsets.shape[0] - include_last_offset
-    bag_of = _bags(indices, offsets[:bags])
-    valid = torch.ones_like(indices, dtype=torch.bool) if padding_idx < 0 else indices != padding_idx
-    sizes = torch.zeros(bags, dtype=indices.dtype, device=weight.device).index_add(0, bag_of, valid.to(indices.dtype))
-    rows = weight[indices]
+    places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
+    bag_of = torch.searchsorted(offsets[:bags], places, right=True) - 1
+    rows, valid = weight[indices], _valid(indices, padding_idx)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
-    if mode == 2:
-        return *_largest(rows, indices, bag_of, valid, sizes), bag_of, sizes
-    summed = weight.new_zeros(bags, weight.shape[1]).index_add(0, bag_of, rows * valid.unsqueeze(-1))
-    if mode == 1:
-        summed = summed / sizes.clamp(min=1).unsqueeze(-1)
-    return summed, bag_of, sizes, sizes
+    if valid is not None:
+        rows = rows.masked_fill(~valid.unsqueeze(-1), 0)
+    counted = torch.ones_like(indices) if valid is None else valid.to(indices.dtype)
+    sizes = torch.zeros(bags, dtype=indices.dtype, device=indices.device).index_add(0, bag_of, counted)
+    summed = weight.new_zeros(bags, weight.shape[1]).index_add(0, bag_of, rows)
+    output = summed / sizes.clamp(min=1).unsqueeze(-1) if mode == _MEAN else summed
+    return output, bag_of, sizes, sizes
 
 
-def _bags(indices: Tensor, offsets: Tensor) -> Tensor:
-    places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
-    return torch.searchsorted(offsets, places, right=True) - 1
+def embedding_bag_dense_backward(
+    grad: Tensor, indices: Tensor, offset2bag: Tensor, bag_size: Tensor, maximum_indices: Tensor, num_weights: int,
+    scale_grad_by_freq: bool, mode: int, per_sample_weights: Tensor | None, padding_idx: int = -1,
+) -> Any:  # fmt: skip
+    """Every row of a bag gets the gradient of its bag."""
+    if mode == _MAX:
+        return NotImplemented
+    rows = grad / bag_size.clamp(min=1).unsqueeze(-1) if mode == _MEAN else grad
+    rows = rows[offset2bag]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    return aten.embedding_dense_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
+
+
+def embedding_bag_backward(
+    grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, maximum_indices: Tensor,
+    num_weights: int, scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Any:  # fmt: skip
+    """The dense gradient."""
+    if sparse:
+        raise _sparse()
+    return aten._embedding_bag_dense_backward(
+        grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode,
+        per_sample_weights, padding_idx,
+    )  # fmt: skip
+
+
+def embedding_bag_weights_backward(
+    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, mode: int, padding_idx: int = -1
+) -> Tensor:
+    """How much each row adds to its bag."""
+    found = (grad[offset2bag] * weight[indices]).sum(-1)
+    valid = _valid(indices, padding_idx)
+    return found if valid is None else found.masked_fill(~valid, 0)
+
+
+def _valid(indices: Tensor, padding_idx: int) -> Tensor | None:
+    return None if padding_idx < 0 else indices != padding_idx
+
+
+# ---- what is refused, or left out
+
+
+def _sparse(*_: Any, **__: Any) -> CaptureError:
+    return CaptureError("a sparse tensor", hint="sparse=False, or a dense tensor with a mask")
+
+
+def _refuse_sparse(*_: Any, **__: Any) -> Tensor:
+    raise _sparse()
+
+
+def _refuse_sections(*_: Any, **__: Any) -> Tensor:
+    raise CaptureError("tensor_split at places held in a tensor", hint="a list of Python numbers")
+
+
+def _unchecked(*_: Any, **__: Any) -> None:
+    """A check of values that raises: there is nothing to compute."""
+
+
+def _overloads(*names: str) -> list[Any]:
+    packets = [getattr(aten, name) for name in names]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+_SPARSE = _overloads(
+    "_to_sparse",
+    "_to_sparse_bsc",
+    "_to_sparse_bsr",
+    "_to_sparse_csc",
+    "_to_sparse_csr",
+    "_sparse_coo_tensor_unsafe",
+    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_sparse_mm_reduce_impl",
+    "sparse_sampled_addmm",
+)
+
+_BY_TORCH = (
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional,
+    aten._batch_norm_no_update,
+    aten.batch_norm_backward,
+    aten.native_batch_norm_backward,
+    aten.cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward,
+    aten.native_dropout,
+    aten.native_dropout_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten._unsafe_masked_index,
+    aten._unsafe_masked_index_put_accumulate,
+    aten.take,
+    aten.trace,
+)
+DECOMPOSITIONS: dict[Any, Callable] = {
+    **decompositions(_BY_TORCH),
+    **dict.fromkeys(_SPARSE, _refuse_sparse),
+    aten.var_mean.correction: var_mean,
+    aten.var.correction: var,
+    aten.std_mean.correction: std_mean,
+    aten.std.correction: std,
+    aten.cov.default: cov,
+    aten.dist.default: dist,
+    aten.combinations.default: combinations,
+    aten.put.default: put,
+    aten._trilinear.default: trilinear,
+    aten._embedding_bag.default: embedding_bag,
+    aten._embedding_bag_forward_only.default: embedding_bag,
+    aten._embedding_bag_backward.default: embedding_bag_backward,
+    aten._embedding_bag_dense_backward.default: embedding_bag_dense_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: embedding_bag_weights_backward,
+    aten.tensor_split.tensor_indices_or_sections: _refuse_sections,
+    aten._linalg_check_errors.default: _unchecked,
+}

@@ -95,8 +95,11 @@ def is_random(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call takes numbers from a generator."""
     if not _is_tagged(func):
         return False
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return named.get("dropout_p", -1.0) != 0.0  # attention without dropout
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":  # attention without dropout draws nothing
+            default = argument.default_value
+            return bool((args[i] if i < len(args) else kwargs.get("dropout_p", default)) != 0.0)
+    return True
 
 
 class CountedRandom(TorchDispatchMode):

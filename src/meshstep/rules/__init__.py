@@ -1,8 +1,10 @@
 """Which placements of an op's inputs give which placements of its outputs, along one mesh axis."""
 
+from .discovery import Found
 from .factors import factor
-from .lookup import entry_of, is_known, localize, register, rules_for, unregister
+from .lookup import register, unregister
 from .rule import Entry, Local, OpCall, Rule, replicate
+from .sources import entry_of, found_by_running, is_known, localize, rules_for
 from .table import TABLE
 from .validator import Finding, validate
 
@@ -10,11 +12,13 @@ __all__ = [
     "TABLE",
     "Entry",
     "Finding",
+    "Found",
     "Local",
     "OpCall",
     "Rule",
     "entry_of",
     "factor",
+    "found_by_running",
     "is_known",
     "localize",
     "register",

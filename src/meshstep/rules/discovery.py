@@ -27,12 +27,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import OpOverload, has_effects
 from ..ir.infer import infer
-from ..ir.program import part
 from ..ir.types import TensorType
-from ..layout import PARTIAL, REPLICATE, local_shape, shard, shard_dim
+from ..layout import PARTIAL, REPLICATE, local_shape, placement_text, shard
 from .experiment import Clock, Experiment, NeverError, OutOfTimeError, UnfitError, apart, share
 from .rule import Local, OpCall, Rule, divides, spelled
-from .small import DRAWS, Draw, Place, Small, mapped, real_call, small_calls
+from .small import DRAWS, Draw, Place, Small, mapped, precisions, real_call, tried_calls
 from .store import Store
 from .validator import Trial
 
@@ -64,6 +63,11 @@ class Learned:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
     places: tuple[Place, ...] = ()
+
+    def __str__(self) -> str:
+        """`S(0), R -> S(0)`."""
+        sides = (", ".join(placement_text(p) if p else "none" for p in side) for side in (self.inputs, self.outputs))
+        return " -> ".join(sides)
 
     def rule(self) -> Rule:
         """As a rule of a call of any size."""
@@ -134,7 +138,7 @@ class Discovery:
     def _search(self, call: OpCall) -> Found:
         clock, why = Clock(self.seconds), "no small call of it can be made"
         with apart():
-            for small in _tried(call):
+            for small in tried_calls(call):
                 try:
                     experiment = Experiment(call.op, small, clock, _draws(call.op))
                 except NeverError as error:
@@ -149,7 +153,7 @@ class Discovery:
         return Found((), clock.spent(), clock.runs, why)
 
     def _known(self, op: OpOverload, experiment: Experiment) -> Found:
-        pattern = f"{op} {op._schema} {experiment.small.arguments}"
+        pattern = f"{op} {op._schema} {experiment.small}"
         if pattern not in self._of_pattern:
             found = self._from_file(pattern, op, experiment)
             if found is None:
@@ -181,9 +185,9 @@ class Discovery:
             experiment = self._real_experiment(call, size)
             for rule in learned:
                 if not _fits(call, rule, size):
-                    log.warning("%s: the shards of %s have other types than it says; not used", call.op, rule)
+                    log.info("%s: shards by %s have other types by the op's fake implementation; not used", call.op, rule)
                 elif experiment and not _agrees(experiment, rule, size):
-                    log.warning("%s: %s does not hold on the shapes of %s; not used", call.op, rule, call.tensors)
+                    log.warning("%s: %s does not hold on %s; not used", call.op, rule, ", ".join(map(str, call.tensors)))
                 else:
                     yield rule
 
@@ -191,7 +195,7 @@ class Discovery:
         elements = sum(t.numel for t in (*call.tensors, *call.outputs) if t)
         if elements * size > _CONFIRMED_ELEMENTS:
             return None
-        for small in _precisions(real_call(call)):
+        for small in precisions(real_call(call)):
             with _expected():
                 return Experiment(call.op, small, Clock(self.seconds), _draws(call.op, _CHECKS[:2]))
         return None
@@ -220,7 +224,7 @@ def hindrance(op: Any) -> str:
         return "it draws random numbers" if tags[0] == _NEVER_TAGS[0] else "its output depends on values"
     if has_effects(op):
         return "it has effects"
-    if not schema.returns or not all(str(r.type).removesuffix("[]") == "Tensor" for r in schema.returns):
+    if not schema.returns or not all("Tensor" in str(r.type) for r in schema.returns):
         return "it returns what is no tensor"
     return ""
 
@@ -287,7 +291,8 @@ def _candidates(experiment: Experiment) -> Iterator[tuple[tuple[Placement, ...],
             if inputs not in seen and any(p != REPLICATE for p in inputs):
                 seen.add(inputs)
                 yield inputs, _variants(small, size)
-    yield from ((inputs, [()]) for inputs in _sums(small.tensors))
+    for inputs in _sums(small.tensors):
+        yield inputs, [()]
 
 
 def _options(small: Small, size: int) -> Iterator[list[Placement]]:
@@ -311,24 +316,6 @@ def _sums(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
         yield tuple(PARTIAL if i in which else REPLICATE for i in range(len(types)))
 
 
-def _tried(call: OpCall) -> Iterator[Small]:
-    """Small calls, in double precision first, on the CPU first."""
-    devices = dict.fromkeys(["cpu", *(t.device for t in call.tensors if t.device == "cuda" and _has_cuda())])
-    for device in devices:
-        for small in small_calls(call):
-            yield from (s.on(device) for s in _precisions(small))
-
-
-def _precisions(small: Small) -> Iterator[Small]:
-    yield small.on("cpu").widened()
-    if any(t.dtype == torch.float32 for t in small.tensors):
-        yield small.on("cpu")
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _draws(op: OpOverload, draws: Sequence[Draw] = DRAWS) -> list[Draw]:
     """The draws that are safe for an op: some kernels of PyTorch's do not check the indices that they are given."""
     return [replace(d, high=2) for d in draws] if op.namespace in _OWN else list(draws)
@@ -340,8 +327,7 @@ def _form(places: tuple[Place, ...]) -> Callable[[Local], tuple[fx.Node, ...]]:
     def local(form: Local) -> tuple[fx.Node, ...]:
         names = {name: form.call[name] for name, _ in places}
         node = form.again(**share(names, places, form.size))
-        several = isinstance(node.meta["type"], tuple)
-        return tuple(part(form.graph, node, i) for i in range(len(form.call.outputs))) if several else (node,)
+        return form.parts(node) if isinstance(node.meta["type"], tuple) else (node,)
 
     return local
 

@@ -153,7 +153,7 @@ class Experiment:
             except OutOfTimeError:
                 raise
             except Exception as error:  # whatever a kernel raises
-                self._failure = f"it fails on small tensors: {str(error).splitlines()[0] if str(error) else error!r}"
+                self._failure = f"it fails on small tensors: {first_line(error)}"
                 continue
             if states is not None:
                 self._check_pure(arguments, whole, before, states)
@@ -192,11 +192,20 @@ class Experiment:
         parts = [_split(t, p, size, generator) for t, p in zip(leaves(arguments, Tensor), inputs, strict=True)]
         ranks = []
         for rank in range(size):
-            own = iter([p[rank] for p in parts])
-            local = mapped(arguments, Tensor, lambda _, own=own: next(own))
-            ranks.append(self.clock.run(self.op, share(local, places, size)))
+            own = [p[rank] for p in parts]
+            ranks.append(self.clock.run(self.op, share(_replaced(arguments, own), places, size)))
         summed = any(isinstance(p, Partial) for p in inputs)
         return [_explanations(w, [r[i] for r in ranks], size, summed) for i, w in enumerate(whole)]
+
+
+def _replaced(arguments: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
+    new = iter(tensors)
+    return mapped(arguments, Tensor, lambda _: next(new))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; its kind if it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def share(arguments: Mapping[str, Any], places: Sequence[Place], size: int) -> dict[str, Any]:
@@ -272,5 +281,6 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _random_states() -> tuple:
-    kind, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
     return bytes(torch.get_rng_state().tolist()), random.getstate(), (kind, bytes(keys), *rest)

@@ -24,6 +24,11 @@ def unregister(op: OpOverload) -> None:
     _registered.pop(op, None)
 
 
+def is_registered(op: OpOverload) -> bool:
+    """Whether an op was given rules by `register`."""
+    return op in _registered
+
+
 def entry_of(op: OpOverload) -> Entry | None:
     """What is known of an op; None if nothing is. Random ops are never taken for elementwise ones."""
     elementwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags

@@ -59,6 +59,12 @@ class Small:
         moved = mapped(self.arguments, TensorType, lambda t: TensorType(t.dtype, t.shape, device))
         return Small(mapped(moved, torch.device, lambda _: torch.device(device)), self.sizes, self.tied)
 
+    def __str__(self) -> str:
+        """All that an experiment on it depends on: the same text, the same rules."""
+        shown = (f"{name}={_shown(value)}" for name, value in self.arguments.items())
+        tied = "".join(f" {name}{'' if i is None else f'[{i}]'}={size}" for (name, i), size in self.tied)
+        return f"({', '.join(shown)}) sizes {sorted(set(self.sizes.values()))}{tied and ' following'}{tied}"
+
     def leads(self, size: int) -> tuple[int, ...]:
         """The small sizes whose dims may be made of a dim of this one and others after it; itself first."""
         small = set(self.sizes.values())
@@ -81,9 +87,24 @@ def small_calls(call: OpCall) -> Iterator[Small]:
                 yield small
 
 
+def tried_calls(call: OpCall) -> Iterator[Small]:
+    """Small calls, on the CPU first; on each device the likeliest first, each in double precision first."""
+    gpus = [t.device for t in call.tensors if t.device == "cuda" and torch.cuda.is_available()]
+    for device in dict.fromkeys(["cpu", *gpus]):
+        for small in small_calls(call):
+            yield from precisions(small.on(device))
+
+
+def precisions(small: Small) -> Iterator[Small]:
+    """A call in double precision; and as it is, where that is not much coarser."""
+    yield small.widened()
+    if any(t.dtype in (torch.float32, torch.complex64) for t in small.tensors):
+        yield small
+
+
 def real_call(call: OpCall) -> Small:
-    """The call itself, to be drawn like a small one."""
-    return Small(call.arguments, {s: s for t in call.tensors for s in t.shape}, ())
+    """The call itself on the CPU, to be drawn like a small one."""
+    return Small(call.arguments, {s: s for t in call.tensors for s in t.shape}, ()).on("cpu")
 
 
 def _sizes(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[dict[int, int]]:
@@ -142,6 +163,12 @@ def _small(call: OpCall, sizes: Mapping[int, int], least: float) -> Small:
 
 def _widened(type_: TensorType) -> TensorType:
     return TensorType(_WIDER.get(type_.dtype, type_.dtype), type_.shape, type_.device)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value}@{value.device}" if isinstance(value, TensorType) else repr(value)
 
 
 # ---- nests of arguments

@@ -1,9 +1,7 @@
-"""The rules of a call from every source: the user's, torch's `register_sharding`, the table's, those found by running."""
+"""The rules of a call from every source: the user, torch's `register_sharding`, the table, and what running shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .._torch import OpOverload
@@ -44,6 +42,3 @@ def localize(call: OpCall, rule: Rule, size: int) -> dict[str, Any]:
 def found_by_running(call: OpCall) -> Found | None:
     """What running the op of a call has shown; None if its rules were written."""
     return None if is_known(call.op) else discovery.find(call)
-
-
-__all__ = ["Found", "Mapping", "dataclass", "entry_of", "found_by_running", "is_known", "localize", "rules_for"]

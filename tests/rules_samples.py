@@ -137,6 +137,8 @@ def by_hand_elementwise(d: Draw) -> dict[Any, list[Call]]:
         aten.mul.Tensor: [call(x, 2.5)],
         aten.div.Tensor: [call(x, 2.5)],
         aten.elu_backward.default: [call(x, 1.0, 1.0, 1.0, False, y)],
+        aten.fill.Scalar: [call(x, 0.3)],
+        aten.fill.Tensor: [call(x, d())],
         aten.lerp.Scalar: [call(x, y, 0.3)],
         aten.masked_fill.Scalar: [call(x, d.bools(4), 0), call(x, d.bools(12, 4), -math.inf)],
         aten.masked_fill.Tensor: [call(x, d.bools(12, 4), d())],
@@ -152,6 +154,16 @@ def by_hand_elementwise(d: Draw) -> dict[Any, list[Call]]:
 
 
 def views(d: Draw) -> dict[Any, list[Call]]:
+    """Those of the ops that give a copy are those of the views."""
+    found = true_views(d)
+    for op, calls in list(found.items()):
+        packet = getattr(aten, f"{op._schema.name.removeprefix('aten::')}_copy", None)
+        if packet is not None and op._overloadname in packet.overloads():
+            found[getattr(packet, op._overloadname)] = calls
+    return found
+
+
+def true_views(d: Draw) -> dict[Any, list[Call]]:
     x = d(12, 24, 4)
     shapes = [
         call(x, [288, 4]), call(x, [12, 96]), call(x, [12, 24, 2, 2]), call(x, [12, 12, 2, 4]), call(x, [-1]),
@@ -163,6 +175,8 @@ def views(d: Draw) -> dict[Any, list[Call]]:
         aten.view.default: shapes,
         aten._unsafe_view.default: shapes,
         aten.reshape.default: shapes,
+        aten.alias.default: [call(x)],
+        aten.detach.default: [call(x)],
         aten.t.default: [call(d(12, 24)), call(d(12)), call(d())],
         aten.transpose.int: [call(x, 0, 2), call(x, -1, 1), call(d(), 0, 0)],
         aten.permute.default: [call(x, [2, 0, 1]), call(x, [-1, 0, -2]), call(d(), [])],
@@ -221,7 +235,9 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
     one_dim = [call(x, 0), call(x, -1, True), call(x, 1)]
     mask = d.bools(12, 24, 4)
     seldom = d(12, 24, 4) > 1.5
-    norms = [call(x, order, dim) for order in (1, 2, math.inf, 3, 0) for dim in (None, [1], [0, -1])]
+    norms = [
+        call(x, order, dim) for order in (1, 2, math.inf, -math.inf, 3, 0.5, 0, -1) for dim in (None, [1], [0, -1])
+    ]
     spread = [call(x, [0, 2], correction=0), call(x, [-1], keepdim=True), call(x)]
     along = [call(x, 0), call(x, -1)]
     soft = [call(x, 1, False), call(x, -1, False)]
@@ -245,6 +261,12 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
         aten.min.default: [call(x)],
         aten.max.dim: one_dim,
         aten.min.dim: one_dim,
+        aten.aminmax.default: [call(x), call(x, dim=1), call(x, dim=-1, keepdim=True), call(mask, dim=0)],
+        aten.kthvalue.default: [call(x, 3, 0), call(x, 2, -1, True)],
+        aten.mode.default: [call(d.ints(3, 12, 24, 4), 1), call(d.ints(3, 12, 24, 4), -1, True)],
+        aten.nanmedian.dim: one_dim,
+        aten.prod.default: [call(d.positive(12))],
+        aten.renorm.default: [call(x, 2, 1, 0.5), call(x, 1, -1, 0.5)],
         aten.median.dim: one_dim,
         aten.prod.dim_int: one_dim,
         aten.any.default: [call(torch.arange(12) == 7), call(torch.arange(12) == 99), call(seldom)],
@@ -261,19 +283,23 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
         aten.all.dims: [call(~seldom, [0, 1]), call(~seldom, [-1], True), call(~seldom, None)],
         aten.argmax.default: [*one_dim, call(x)],
         aten.argmin.default: [*one_dim, call(x)],
-        aten.logsumexp.default: [call(x, [1]), call(x, [0, -1], True)],
+        aten.logsumexp.default: [
+            call(x, [1]), call(x, [0, -1], True), call(torch.full((12,), -math.inf).double(), [0]), call(d(), [0]),
+        ],
         aten.var.correction: spread,
         aten.var_mean.correction: spread,
         aten.std.correction: spread,
         aten.std_mean.correction: spread,
-        aten.cumsum.default: [*along, call(d.ints(9, 12, 4), 1), call(d(), 0)],
+        aten.cumsum.default: [
+            *along, call(d.ints(9, 12, 4), 1), call(d(), 0), call(d.ints(9, 12, 4), 0, dtype=torch.float64),
+        ],
         aten.cumprod.default: along,
         aten.logcumsumexp.default: along,
         aten.cummax.default: along,
         aten.cummin.default: along,
         aten.sort.default: [*along, call(x, 1, True)],
         aten.sort.stable: [call(x, stable=True, dim=1)],
-        aten.topk.default: [call(x, 3), call(x, 2, 0)],
+        aten.topk.default: [call(x, 3), call(x, 2, 0), call(x, 9, 1, False), call(x, 5, 0)],
         aten.glu.default: [call(x), call(x, 0)],
         aten.glu_backward.default: [
             call(d(12, 24, 2), x, -1),
@@ -285,7 +311,7 @@ def reductions(d: Draw) -> dict[Any, list[Call]]:
         aten._log_softmax.default: soft,
         aten._softmax_backward_data.default: soft_backward,
         aten._log_softmax_backward_data.default: soft_backward,
-    }
+    }  # fmt: skip
 
 
 # ---- matrix products and norms
@@ -313,12 +339,6 @@ def matmuls(d: Draw) -> dict[Any, list[Call]]:
         aten.embedding.default: [
             call(d(24, 4), d.ints(24, 12, 3)), call(d(24, 4), d.ints(24, 12), 3), call(d(24, 4), d.ints(24)),
         ],
-        **{op: [call(d(12, 4, 3, 3))] for op in (
-            aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_svd.default,
-            aten.linalg_inv_ex.default, aten.linalg_qr.default,
-        )},
-        aten._linalg_eigh.default: [call(d(12, 3, 3))],
-        aten.linalg_cholesky_ex.default: [call(torch.eye(3).double() + _square(d(12, 3, 3)))],
         aten.embedding_dense_backward.default: [
             call(d(12, 3, 4), d.ints(24, 12, 3), 24, -1, False), call(d(12, 4), d.ints(5, 12), 24, 3, False),
             call(d(12, 4), d.ints(5, 12), 24, -1, True),
@@ -326,8 +346,53 @@ def matmuls(d: Draw) -> dict[Any, list[Call]]:
     }  # fmt: skip
 
 
-def _square(x: Tensor) -> Tensor:
-    return x @ x.mT
+def linalg(d: Draw) -> dict[Any, list[Call]]:
+    square, tall, wide = d(12, 4, 3, 3), d(12, 4, 5, 3), d(12, 4, 3, 5)
+    definite = torch.eye(3).double() + square @ square.mT
+    factor = aten.linalg_cholesky_ex(definite)[0]
+    lu, pivots, _ = aten.linalg_lu_factor_ex(square)
+    reflectors, tau = aten.geqrf(tall)
+    ldl, ldl_pivots, _ = aten.linalg_ldl_factor_ex(definite)
+    right = d(12, 4, 3, 2)
+    p, r = d(12, 6, 4), d(12, 8, 4)
+    distances = aten._cdist_forward(p, r, 2.0, None)
+    batch = [call(square), call(d(3, 3))]
+    return {
+        **{op: batch for op in (
+            aten._linalg_det.default, aten._linalg_eigvals.default, aten._linalg_slogdet.default,
+            aten.linalg_eig.default, aten.linalg_inv_ex.default, aten.linalg_matrix_exp.default,
+        )},
+        **{op: [call(tall), call(wide), call(square)] for op in (
+            aten._linalg_svd.default, aten.geqrf.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
+            aten.linalg_qr.default,
+        )},
+        **{op: [call(definite)] for op in (
+            aten._linalg_eigh.default, aten.cholesky.default, aten.linalg_cholesky_ex.default,
+            aten.linalg_ldl_factor_ex.default,
+        )},
+        aten._linalg_solve_ex.default: [
+            call(square, right), call(square, d(12, 4, 3)), call(square, d(3)), call(square, d(3, 2)),
+            call(d(3, 3), right), call(d(12, 3, 3), d(12, 3)),
+        ],
+        aten.cholesky_inverse.default: [call(factor)],
+        aten.cholesky_solve.default: [call(right, factor)],
+        aten.linalg_cross.default: [call(d(12, 3, 4), d(12, 3, 4), dim=1), call(d(12, 1, 3), d(4, 3))],
+        aten.linalg_householder_product.default: [call(reflectors, tau)],
+        aten.linalg_ldl_solve.default: [call(ldl, ldl_pivots, right)],
+        aten.linalg_lu_solve.default: [call(lu, pivots, right), call(lu, pivots, d(12, 4, 2, 3), left=False)],
+        aten.linalg_pinv.atol_rtol_tensor: [
+            call(tall), call(tall, atol=d.positive(12, 4), rtol=torch.tensor(0.0).double()),
+        ],
+        aten.linalg_solve_triangular.default: [
+            call(square.triu(), right, upper=True), call(square.triu(), d(12, 4, 2, 3), upper=True, left=False),
+        ],
+        aten.lu_unpack.default: [call(lu, pivots), call(*aten.linalg_lu_factor_ex(tall)[:2])],
+        aten.ormqr.default: [call(reflectors, tau, d(12, 4, 5, 2)), call(reflectors, tau, d(12, 4, 2, 5), False)],
+        aten.triangular_solve.default: [call(right, square.triu())],
+        aten._euclidean_dist.default: [call(p, r), call(d(6, 4), d(8, 4))],
+        aten._cdist_forward.default: [call(p, r, 2.0, None), call(d(6, 4), d(8, 4), 1.0, None)],
+        aten._cdist_backward.default: [call(d(12, 6, 8), p, r, 2.0, distances)],
+    }  # fmt: skip
 
 
 def norms(d: Draw) -> dict[Any, list[Call]]:
@@ -453,6 +518,10 @@ def indexing(d: Draw) -> dict[Any, list[Call]]:
         aten.index_select.default: [call(x, 1, d.ints(24, 12)), call(x, -1, d.ints(4, 24)), call(x, 1, d.ints(24))],
         aten.index_add.default: [*rows, call(x, 1, d.ints(24, 12), d(12, 12, 4), alpha=2)],
         aten.index_copy.default: rows,
+        aten.index_reduce.default: [
+            call(x, 1, d.ints(24, 12), d(12, 12, 4), how, include_self=own)
+            for how in ("prod", "mean", "amax") for own in (True, False)
+        ],
         aten.index_fill.int_Scalar: [call(x, 1, d.ints(24, 12), 0), call(x, 1, d.ints(24, 12), 1.5)],
         aten.index.Tensor: indexed,
         aten._unsafe_index.Tensor: indexed,
@@ -479,7 +548,28 @@ def indexing(d: Draw) -> dict[Any, list[Call]]:
             call(d(), logits, target, weight, 1, -100, d.positive()),
             call(d(), logits, target, None, 2, -100, d.positive()),
         ],
+        **margins(d),
     }  # fmt: skip
+
+
+def margins(d: Draw) -> dict[Any, list[Call]]:
+    x, target, weight = d(12, 5), d.ints(5, 12), d.positive(5)
+    several = torch.stack([d.distinct(5, 5) for _ in range(12)])
+    several[:, 3] = -1
+    found: dict[Any, list[Call]] = {
+        aten.multi_margin_loss.default: [
+            call(x, target, 1, 1.0, w, reduction) for w in (None, weight) for reduction in (0, 1, 2)
+        ] + [call(d(5), d.ints(5))],
+        aten.multi_margin_loss_backward.default: [
+            call(d(12) if reduction == 0 else d(), x, target, 2, 1.0, weight, reduction) for reduction in (0, 1, 2)
+        ],
+        aten.multilabel_margin_loss_forward.default: [call(x, several, reduction) for reduction in (0, 1, 2)],
+        aten.multilabel_margin_loss_backward.default: [
+            call(d(12) if reduction == 0 else d(), x, several, reduction, aten.multilabel_margin_loss_forward(x, several, 0)[1])
+            for reduction in (0, 1, 2)
+        ],
+    }  # fmt: skip
+    return found
 
 
 # ---- factories, optimizers, collectives
@@ -631,6 +721,21 @@ def vision(d: Draw) -> dict[Any, list[Call]]:
         ],
         aten._adaptive_avg_pool3d.default: [call(block, [2, 2, 1])],
         aten._adaptive_avg_pool3d_backward.default: [call(d(12, 12, 2, 2, 1), block)],
+        aten.adaptive_max_pool3d.default: [call(block, [2, 2, 1])],
+        aten.adaptive_max_pool3d_backward.default: [
+            call(d(12, 12, 2, 2, 1), block, aten.adaptive_max_pool3d(block, [2, 2, 1])[1])
+        ],
+        aten.max_unpool2d.default: [call(pooled, indices, [6, 5])],
+        aten.max_unpool3d.default: [call(pooled3, indices3, [4, 4, 4], [2, 2, 2], [0, 0, 0])],
+        **drawn_pools(d, x, block),
+        aten.channel_shuffle.default: [call(x, 3)],
+        aten.native_channel_shuffle.default: [call(x, 3)],
+        aten.grid_sampler_3d.default: [call(block, d.positive(12, 2, 3, 4, 3), 0, 0, False)],
+        aten.grid_sampler_3d_backward.default: [
+            call(d(12, 12, 2, 3, 4), block, d.positive(12, 2, 3, 4, 3), 0, 0, False, [True, True]),
+        ],
+        aten.reflection_pad3d.default: [call(block, [1] * 6)],
+        aten.reflection_pad3d_backward.default: [call(d(12, 12, 6, 6, 6), block, [1] * 6)],
         aten.grid_sampler_2d.default: [call(x, grid, 0, 0, False)],
         aten.grid_sampler_2d_backward.default: [
             call(d(12, 24, 3, 4), x, grid, 0, 0, False, [True, True]),
@@ -647,16 +752,28 @@ def vision(d: Draw) -> dict[Any, list[Call]]:
         found[getattr(aten, name).default] = [call(x, [1, 2, 1, 1])]
         found[getattr(aten, f"{name}_backward").default] = [call(d(12, 24, 8, 8), x, [1, 2, 1, 1])]
     for name, extra in _RESIZED:
-        pixels = int(name[-2])
+        pixels = int(name.removesuffix("_aa")[-2])
         before, after = [6, 5, 2][:pixels], [9, 10, 3][:pixels]
         found[getattr(aten, name).default] = [call(d(12, 24, *before), after, *extra)]
         found[getattr(aten, f"{name}_backward").default] = [call(d(12, 24, *after), after, [12, 24, *before], *extra)]
     return found
 
 
+def drawn_pools(d: Draw, image: Tensor, block: Tensor) -> dict[Any, list[Call]]:
+    found: dict[Any, list[Call]] = {}
+    for pixels, x in ((2, image), (3, block)):
+        forward = getattr(aten, f"fractional_max_pool{pixels}d").default
+        args = (x, [2] * pixels, [2] * pixels, d.positive(*x.shape[:2], pixels))
+        y, places = forward(*args)
+        found[forward] = [call(*args)]
+        found[getattr(aten, f"fractional_max_pool{pixels}d_backward").default] = [call(d(*y.shape), *args[:3], places)]
+    return found
+
+
 _RESIZED = (
     ("upsample_nearest1d", ()), ("upsample_nearest2d", ()), ("upsample_nearest3d", ()),
-    ("_upsample_nearest_exact2d", ()), ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)),
+    ("_upsample_nearest_exact1d", ()), ("_upsample_nearest_exact2d", ()), ("_upsample_nearest_exact3d", ()),
+    ("_upsample_bilinear2d_aa", (False,)), ("_upsample_bicubic2d_aa", (False,)), ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)),
     ("upsample_bicubic2d", (False,)), ("upsample_trilinear3d", (True,)),
 )  # fmt: skip
 
@@ -672,7 +789,7 @@ def _convolution_backward(d: Draw, forward: Call, mask: list[bool]) -> Call:
 _NOT_BROADCAST = (aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.log_sigmoid_backward.default)
 
 _BY_HAND: tuple[Callable[[Draw], dict[Any, list[Call]]], ...] = (
-    by_hand_elementwise, views, reductions, matmuls, norms, attention, indexing, factories, updates, communications, random_tensors,
+    by_hand_elementwise, views, reductions, matmuls, linalg, norms, attention, indexing, factories, updates, communications, random_tensors,
     vision,
 )  # fmt: skip
 

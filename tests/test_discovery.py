@@ -188,7 +188,9 @@ def test_never_run(op: Any, why: str) -> None:
 
 
 def test_an_op_with_effects_is_never_run() -> None:
-    library = torch.library.custom_op("toy::announces", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor")
+    library = torch.library.custom_op(
+        "toy::announces", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     library.register_fake(torch.empty_like)
     from torch._library.effects import EffectType
 
@@ -230,7 +232,9 @@ def test_equal_sizes_stay_equal_and_numbers_follow() -> None:
 
 
 def test_different_data_in_every_shard() -> None:
-    experiment = Experiment(toy_ops.gate, next(small_calls(call(toy_ops.gate, f32(8, 16), f32(16), 1.0))), Clock(9), DRAWS)
+    experiment = Experiment(
+        toy_ops.gate, next(small_calls(call(toy_ops.gate, f32(8, 16), f32(16), 1.0))), Clock(9), DRAWS
+    )
     for arguments, _ in experiment.samples:
         first, second = arguments["x"].chunk(2)
         assert not torch.equal(first, second)

@@ -5,7 +5,6 @@ A mean over the valid tokens of a sharded batch is a sum, a count and a division
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,24 +57,6 @@ def dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x - y, p)
 
 
-def cov(
-    x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
-) -> Tensor:
-    """Covariance of the rows. Source: `torch.cov`. The signs of the weights are not checked: that takes their values."""
-    rows = x.reshape(1, -1) if x.ndim < 2 else x
-    count = rows.shape[1]
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
-    if weights is None:
-        away, divisor = rows - rows.mean(1, keepdim=True), max(count - correction, 0)
-        return (away @ (away.mH / divisor)).squeeze()
-    total = weights.sum()
-    mean = (rows * weights).sum(1, keepdim=True) / total
-    excess = (weights * aweights).sum() / total if aweights is not None else 1
-    divisor_ = (total - correction * excess).clamp(min=0)
-    away = rows - mean
-    return (away @ ((away * weights).mH / divisor_)).squeeze()
-
-
 # ---- what comes as one op, but is an einsum
 
 
@@ -89,20 +70,18 @@ def trilinear(
     return torch.einsum(a, terms[0], b, terms[1], c, terms[2], [d for d in range(ndim) if d not in sumdim])
 
 
-# ---- indices
+# ---- elements in a row
 
 
-def combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Rows of `r` elements of a vector; which they are depends on its length only."""
-    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
-    chosen = list(choose(range(x.shape[0]), r))
-    index = torch.tensor(chosen, dtype=torch.int64, device=x.device).reshape(-1)
-    return x[index].reshape(len(chosen), r)
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Elements of `x` as one row."""
+    return aten.index.Tensor(x.reshape(-1), [index])
 
 
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     """`x` as one row of elements, written to at some of them."""
-    return x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(x.shape)
+    row = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return row.reshape(x.shape)
 
 
 # ---- bags of embeddings
@@ -185,10 +164,6 @@ def _refuse_sparse(*_: Any, **__: Any) -> Tensor:
     raise _sparse()
 
 
-def _refuse_sections(*_: Any, **__: Any) -> Tensor:
-    raise CaptureError("tensor_split at places held in a tensor", hint="a list of Python numbers")
-
-
 def _unchecked(*_: Any, **__: Any) -> None:
     """A check of values that raises: there is nothing to compute."""
 
@@ -240,7 +215,6 @@ _BY_TORCH = (
     aten.soft_margin_loss_backward,
     aten._unsafe_masked_index,
     aten._unsafe_masked_index_put_accumulate,
-    aten.take,
     aten.trace,
 )
 DECOMPOSITIONS: dict[Any, Callable] = {
@@ -250,9 +224,8 @@ DECOMPOSITIONS: dict[Any, Callable] = {
     aten.var.correction: var,
     aten.std_mean.correction: std_mean,
     aten.std.correction: std,
-    aten.cov.default: cov,
     aten.dist.default: dist,
-    aten.combinations.default: combinations,
+    aten.take.default: take,
     aten.put.default: put,
     aten._trilinear.default: trilinear,
     aten._embedding_bag.default: embedding_bag,
@@ -260,6 +233,5 @@ DECOMPOSITIONS: dict[Any, Callable] = {
     aten._embedding_bag_backward.default: embedding_bag_backward,
     aten._embedding_bag_dense_backward.default: embedding_bag_dense_backward,
     aten._embedding_bag_per_sample_weights_backward.default: embedding_bag_weights_backward,
-    aten.tensor_split.tensor_indices_or_sections: _refuse_sections,
     aten._linalg_check_errors.default: _unchecked,
 }

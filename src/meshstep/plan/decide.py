@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import Program, Slot, SlotKind, producer
+from ..ir.program import Program, Slot, producer
 from ..layout import REPLICATE, shard
 from .calls import Calls
 from .choose import choose
 from .cost import Hardware
 from .decision import Decision
 from .plan import AxisPlan
-from .propagate import Open, keep_batch_sharded
+from .propagate import Natural, Open, keep_batch_sharded
+from .state import state_placement
 
 
 def decide(
@@ -37,10 +39,19 @@ def decide(
     Raises:
         PlanError: Nothing fits.
     """
-    inputs = [_input(slot, dict(plan.state), arguments) for slot in program.slots]
-    calls = Calls(program, program.mesh[plan.axis])
+    size = program.mesh[plan.axis]
+
+    def of_slot(slot: Slot, node: fx.Node) -> Placement:
+        placed = arguments.get(slot)
+        return state_placement(plan, slot, node.meta["type"], size) if placed is None else placed
+
+    inputs = [of_slot(slot, node) for slot, node in program.inputs]
+    calls = Calls(program, size)
     left = keep_batch_sharded(program, calls, inputs)
-    outputs = _outputs(program, dict(plan.state), arguments, left, whole_outputs)
+    outputs = [
+        of_slot(result.slot, node) if result.slot else _user_output(left, node, whole_outputs)
+        for result, node in program.outputs
+    ]
     return choose(program, plan.axis, calls, left.rules, inputs, outputs, hardware or Hardware())
 
 
@@ -49,22 +60,6 @@ def decided(plan: AxisPlan, decision: Decision) -> AxisPlan:
     return replace(plan, values=tuple((node.name, rule.outputs) for node, rule in decision.rules.items()))
 
 
-def _input(slot: Slot, state: Mapping[str, Placement], arguments: Mapping[Slot, Placement]) -> Placement:
-    return arguments[slot] if slot.kind is SlotKind.ARGUMENT else state.get(slot.name, REPLICATE)
-
-
-def _outputs(
-    program: Program,
-    state: Mapping[str, Placement],
-    arguments: Mapping[Slot, Placement],
-    left: Open,
-    whole: bool,
-) -> Sequence[Placement]:
-    placements = []
-    for result, node in program.outputs:
-        natural = left.natural[producer(node)]
-        if result.slot is not None:
-            placements.append(_input(result.slot, state, arguments))
-        else:
-            placements.append(shard(0) if natural == shard(0) and not whole else REPLICATE)
-    return placements
+def _user_output(left: Open, node: fx.Node, whole: bool) -> Placement:
+    natural = left.natural[producer(node)]
+    return shard(0) if natural == Natural(shard(0)) and not whole else REPLICATE

@@ -20,13 +20,15 @@ class AxisPlan:
         axis: Name of the mesh axis.
         kind: Name of the plan that it comes from.
         splits_batch: Whether each rank along the axis has rows of its own.
-        state: Placement of state by fully-qualified name; what is not named stays replicated.
+        stage: What of the state is sharded along it: 0 nothing, 1 the optimizer's, 2 gradients too, 3 parameters too.
+        state: Placement of state by fully-qualified name; what is not named lies as `stage` says.
         values: Placement of every computed value by its name in the program, once it is decided.
     """
 
     axis: str
     kind: str
     splits_batch: bool = False
+    stage: int = 0
     state: tuple[tuple[str, Placement], ...] = ()
     values: tuple[tuple[str, tuple[Placement | None, ...]], ...] = field(default=(), repr=False)
 

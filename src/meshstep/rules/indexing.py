@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, shard
 from .factors import Linear, Rules, alike, dims_of, factor, partials, together
-from .rule import Entry, OpCall, Rule, Table
+from .places import Form, can_be_summed, length_of, own_places, read_where, with_row, write_where, zero_where
+from .rule import Entry, Local, OpCall, Rule, Table
 
 aten = torch.ops.aten
 
@@ -31,12 +33,15 @@ def gather(call: OpCall) -> Iterator[Rule]:
     if call.tensors[0].ndim:
         dim = shard(_looked_up(call))
         yield Rule((REPLICATE, dim), (dim,))
+        if can_be_summed(call["self"]):
+            yield Rule((dim, REPLICATE), (PARTIAL,), _READ)
     yield from partials(call, "first")
 
 
 def scatter(call: OpCall) -> Iterator[Rule]:
     """Other dims than the one written to go together; a sum passes where what is written is a sum, or zero."""
     yield from _equal_dims(call)
+    yield from _own_positions(call)
     if call.arguments.get("value") == 0:
         yield from partials(call, (together("self"),))
     if "reduce" not in call.arguments:
@@ -58,6 +63,22 @@ def _equal_dims(call: OpCall) -> Iterator[Rule]:
             yield alike(call, dim)
 
 
+def _own_positions(call: OpCall) -> Iterator[Rule]:
+    """The dim written to, each rank taking what falls into its shard."""
+    if call["self"].ndim:
+        dim = shard(_looked_up(call))
+        yield Rule(tuple(dim if name == "self" else REPLICATE for name in call.names), (dim,), _WRITE)
+
+
+_READ = read_where("index", lambda local: length_of(local, "self", _looked_up(local.call)), lambda local: 0)
+_SELECT = read_where(
+    "index",
+    lambda local: length_of(local, "self", _looked_up(local.call)),
+    lambda local: local.call["self"].ndim - 1 - _looked_up(local.call),
+)
+_WRITE = write_where("index", lambda local: _looked_up(local.call))
+
+
 def _looked_up(call: OpCall) -> int:
     return call["dim"] % max(call.tensors[0].ndim, 1)
 
@@ -70,18 +91,22 @@ def index_select(call: OpCall) -> Iterator[Rule]:
     yield from _other_dims(call)
     if call["index"].ndim:
         yield Rule((REPLICATE, shard(0)), (shard(_looked_up(call)),))
+    if call["self"].ndim and can_be_summed(call["self"]):
+        yield Rule((shard(_looked_up(call)), REPLICATE), (PARTIAL,), _SELECT)
     yield from partials(call, "first")
 
 
 def index_write(call: OpCall) -> Iterator[Rule]:
     """Other dims go together; a sum passes where what is written is a sum, or zero."""
     yield from _other_dims(call)
+    yield from _own_positions(call)
     yield from partials(call, (together("self"),) if call.arguments.get("value") == 0 else _written(call))
 
 
 def index_reduce(call: OpCall) -> Iterator[Rule]:
     """Other dims go together."""
     yield from _other_dims(call)
+    yield from _own_positions(call)
 
 
 def index_add(call: OpCall) -> Iterator[Rule]:
@@ -135,6 +160,8 @@ def index(call: OpCall) -> Iterator[Rule]:
             yield Rule(_placed(call, indexed, None, self=shard(dim)), (shard(to),))
         for dim in range(len(indexed.shape)):
             yield Rule(_placed(call, indexed, dim, self=REPLICATE), (shard(indexed.start + dim),))
+        for dim in _indexed_dims(call) if can_be_summed(call["self"]) else ():
+            yield Rule(_placed(call, indexed, None, self=shard(dim)), (PARTIAL,), _index_own(indexed, dim))
     yield from partials(call, "first")
 
 
@@ -146,7 +173,39 @@ def index_put(call: OpCall) -> Iterator[Rule]:
         for dim in range(len(indexed.shape) if call["accumulate"] else 0):
             to = indexed.start + dim
             yield Rule(_placed(call, indexed, dim, self=PARTIAL, values=to), (PARTIAL,))
+        for dim in _indexed_dims(call):
+            yield Rule(_placed(call, indexed, None, self=shard(dim)), (shard(dim),), _put_own(dim))
     yield from partials(call, _written(call))
+
+
+def _indexed_dims(call: OpCall) -> list[int]:
+    return [dim for dim, index in enumerate(call["indices"]) if index is not None]
+
+
+def _index_own(indexed: _Indexed, dim: int) -> Form:
+    """Zero where the index of the sharded dim is another rank's."""
+
+    def form(local: Local) -> tuple[fx.Node, ...]:
+        indices = list(local["indices"])
+        own, outside = own_places(local, indices[dim], length_of(local, "self", dim))
+        indices[dim] = local.emit(aten.masked_fill.Scalar, own, outside, 0)
+        found = local.again(indices=indices)
+        return (zero_where(local, found, outside, indexed.ndim - indexed.start - len(indexed.shape)),)
+
+    return form
+
+
+def _put_own(dim: int) -> Form:
+    """Positions of other ranks go into a row behind the shard, which is dropped."""
+
+    def form(local: Local) -> tuple[fx.Node, ...]:
+        indices, length = list(local["indices"]), length_of(local, "self", dim)
+        own, outside = own_places(local, indices[dim], length)
+        indices[dim] = local.emit(aten.masked_fill.Scalar, own, outside, length)
+        written = local.again(self=with_row(local, local["self"], dim), indices=indices)
+        return (local.emit(aten.slice.Tensor, written, dim, 0, length),)
+
+    return form
 
 
 def _positions(call: OpCall) -> Iterator[_Indexed]:
@@ -215,6 +274,20 @@ def diagonal_scatter(call: OpCall) -> Iterator[Rule]:
 def embedding_backward(call: OpCall) -> Iterator[Rule]:
     """Every rank's rows add to the gradient, unless they are scaled by how often they occur."""
     yield from _EMBEDDING_SCALED(call) if call["scale_grad_by_freq"] else _EMBEDDING(call)
+    if not call["scale_grad_by_freq"]:
+        yield Rule((REPLICATE, REPLICATE), (shard(0),), _own_rows)
+
+
+def _own_rows(local: Local) -> tuple[fx.Node, ...]:
+    """Each rank has the gradient of its rows; what belongs to others, or to the padding, is taken for zero."""
+    indices, length = local["indices"], local["num_weights"] // local.size
+    own, outside = own_places(local, indices, length)
+    if local["padding_idx"] >= 0:
+        padding = local.emit(aten.eq.Scalar, indices, local["padding_idx"])
+        outside = local.emit(aten.logical_or.default, outside, padding)
+    grad = zero_where(local, local["grad_output"], outside, 1)
+    row = local.emit(aten.masked_fill.Scalar, own, outside, 0)
+    return (local.emit(local.call.op, grad, row, length, -1, False),)
 
 
 _EMBEDDING: Rules = factor("...d,...->Vd", "first")

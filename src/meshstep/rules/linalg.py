@@ -33,7 +33,6 @@ def _cross(call: OpCall) -> Iterator[Rule]:
     yield from partials(call, "each")
 
 
-
 _MATRIX = _batch("...MN->...MN")
 
 TABLE: Table = {
@@ -64,6 +63,7 @@ TABLE: Table = {
     aten.lu_unpack.default: _batch("...MN,...K->...MM,...MK,...KN"),
     aten.ormqr.default: _batch("...MN,...K,...PQ->...PQ"),
     aten.triangular_solve.default: _batch("...MK,...MN->...MK,...MN"),
+    aten._euclidean_dist.default: _batch("...pM,...rM->...pr"),
     aten._cdist_forward.default: _batch("...pM,...rM->...pr"),
     aten._cdist_backward.default: _batch("...pr,...pM,...rM,...pr->...pM", "first"),
 }

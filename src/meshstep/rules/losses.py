@@ -51,7 +51,7 @@ def _share_of_first(local: Local) -> tuple[fx.Node, ...]:
     if len(local.call.outputs) == 1:
         return (local.emit(aten.div.Tensor, found, local.size),)
     first, *rest = local.parts(found)
-    return (local.emit(aten.div.Tensor, first, local.size), *rest)
+    return (local.emit(aten.div.Tensor, first, local.size), *(local.emit(aten.clone.default, part) for part in rest))
 
 
 def margin_loss_backward(call: OpCall) -> Iterator[Rule]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ..layout import PARTIAL, REPLICATE
+from ..layout import PARTIAL, REPLICATE, shard
 from .factors import factor, together
+from .places import can_be_summed, length_of, read_where
 from .rule import Entry, OpCall, Rule, Table
 
 aten = torch.ops.aten
@@ -34,6 +35,15 @@ def _adds_shares(rule: Rule) -> bool:
     return rule.inputs[0] == REPLICATE and rule.outputs == (PARTIAL,)
 
 
+def _embedding(call: OpCall) -> Iterator[Rule]:
+    """Rows and columns of the result; where the ranks hold some rows of the table each, their results add up."""
+    yield from factor("Vd,...->...d", "first")(call)
+    if can_be_summed(call["weight"]):
+        yield Rule((shard(0), REPLICATE), (PARTIAL,), _FROM_OWN_ROWS)
+
+
+_FROM_OWN_ROWS = read_where("indices", lambda local: length_of(local, "weight", 0), lambda local: 1)
+
 TABLE: Table = {
     aten.mm.default: Entry(factor("mk,kn->mn", "each")),
     aten.mm.dtype: Entry(factor("mk,kn->mn", "each")),
@@ -48,5 +58,5 @@ TABLE: Table = {
     aten.dot.default: Entry(factor("k,k->", "each")),
     aten.vdot.default: Entry(factor("k,k->", "each")),
     aten.addr.default: _added("mn,m,n->mn", "vec1", "vec2"),
-    aten.embedding.default: Entry(factor("Vd,...->...d", "first")),
+    aten.embedding.default: Entry(_embedding),
 }

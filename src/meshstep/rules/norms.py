@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..layout import REPLICATE, shard, shard_dim
 from .factors import partials, sharded
 from .rule import Entry, OpCall, Rule, Table, placed
+from .wide_norms import layer_norm, layer_norm_backward
 
 aten = torch.ops.aten
 
@@ -24,6 +25,16 @@ def _over_last(spec: str, linear: str | tuple = ()) -> Entry:
         whole = spec.replace("N", _NORMALIZED[:count]).replace("1", "1" * count)
         yield from sharded(call, whole)
         yield from partials(call, linear)
+
+    return Entry(rules)
+
+
+def _and(entry: Entry, more: Callable[[OpCall], Iterator[Rule]]) -> Entry:
+    """The rules of an entry and some more."""
+
+    def rules(call: OpCall) -> Iterator[Rule]:
+        yield from entry.rules(call)
+        yield from more(call)
 
     return Entry(rules)
 
@@ -86,8 +97,10 @@ def _only_wide(call: OpCall, dim: int, *wide: str) -> tuple:
 
 
 TABLE: Table = {
-    aten.native_layer_norm.default: _over_last("...N,N,N->...N,...1,...1"),
-    aten.native_layer_norm_backward.default: _over_last("...N,...N,...1,...1,N,N->...N,N,N", "first"),
+    aten.native_layer_norm.default: _and(_over_last("...N,N,N->...N,...1,...1"), layer_norm),
+    aten.native_layer_norm_backward.default: _and(
+        _over_last("...N,...N,...1,...1,N,N->...N,N,N", "first"), layer_norm_backward
+    ),
     aten._fused_rms_norm.default: _over_last("...N,N->...N,...1"),
     aten._fused_rms_norm_backward.default: _over_last("...N,...N,...1,N->...N,N", "first"),
     aten.native_group_norm.default: Entry(_group_norm, _local_groups),

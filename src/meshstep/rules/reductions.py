@@ -87,17 +87,17 @@ def share_of_mean(local: Local) -> tuple[fx.Node, ...]:
 
 def _norm(call: OpCall, dim: int) -> Iterator[Rule]:
     """A norm over all ranks from the norms of the shards."""
-    if _order(call.arguments) in _NORMS:
-        yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms)
+    yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms)
 
 
 def _norm_of_norms(local: Local) -> tuple[fx.Node, ...]:
-    norm = local.again()
-    return (_NORMS[_order(local.call.arguments)](local, norm),)
+    norm, order = local.again(), _order(local.call.arguments)
+    return (_NORMS[order](local, norm) if order in _NORMS else _power_mean(local, norm, order),)
 
 
 def _order(arguments: Mapping[str, Any]) -> Any:
-    return arguments["ord"] if "ord" in arguments else arguments["p"]
+    order = arguments["ord"] if "ord" in arguments else arguments["p"]
+    return 2 if order is None else order
 
 
 def _euclidean(local: Local, norm: fx.Node) -> fx.Node:
@@ -109,10 +109,17 @@ def _all_reduced(op: str, local: Local, norm: fx.Node) -> fx.Node:
     return local.emit(collectives.all_reduce, norm, op, local.axis)
 
 
+def _power_mean(local: Local, norm: fx.Node, order: float) -> fx.Node:
+    powers = local.emit(aten.pow.Tensor_Scalar, norm, order)
+    return local.emit(aten.pow.Tensor_Scalar, _all_reduced("sum", local, powers), 1 / order)
+
+
 _NORMS: dict[float, Callable[[Local, fx.Node], fx.Node]] = {
+    0: functools.partial(_all_reduced, "sum"),
     1: functools.partial(_all_reduced, "sum"),
     2: _euclidean,
     math.inf: functools.partial(_all_reduced, "max"),
+    -math.inf: functools.partial(_all_reduced, "min"),
 }
 
 
@@ -130,6 +137,8 @@ _ANY, _ALL = reduction(_truth("max")), reduction(_truth("min"))
 _SUM = reduction(gives(PARTIAL), linear="all")
 _MEAN = reduction(_mean, linear="all")
 _KEPT = reduction()
+_PRODUCT = reduction(gives(Partial("product")))
+_RENORM = Entry(lambda call: [alike(call, call["dim"] % call["self"].ndim)])
 _ALONG_DIM = Entry(follow(apart_from("dim")))
 
 TABLE: Table = {
@@ -146,41 +155,32 @@ TABLE: Table = {
     aten.amin.default: reduction(_largest("min")),
     aten.max.default: reduction(_largest("max")),
     aten.min.default: reduction(_largest("min")),
-    aten.max.dim: _KEPT,
-    aten.min.dim: _KEPT,
     aten.aminmax.default: reduction(_both),
     aten.kthvalue.default: _KEPT,
     aten.median.dim: _KEPT,
     aten.mode.default: _KEPT,
     aten.nanmedian.dim: _KEPT,
-    aten.prod.dim_int: _KEPT,
+    aten.prod.default: _PRODUCT,
+    aten.prod.dim_int: _PRODUCT,
+    aten.renorm.default: _RENORM,
     aten.any.default: _ANY,
     aten.any.dim: _ANY,
     aten.any.dims: _ANY,
     aten.all.default: _ALL,
     aten.all.dim: _ALL,
     aten.all.dims: _ALL,
-    aten.argmax.default: _KEPT,
-    aten.argmin.default: _KEPT,
-    aten.logsumexp.default: _KEPT,
     aten.var.correction: _KEPT,
     aten.var_mean.correction: _KEPT,
     aten.std.correction: _KEPT,
     aten.std_mean.correction: _KEPT,
-    aten.cumsum.default: Entry(follow(apart_from("dim"), "all")),
     aten.cumprod.default: _ALONG_DIM,
     aten.logcumsumexp.default: _ALONG_DIM,
     aten.cummax.default: _ALONG_DIM,
     aten.cummin.default: _ALONG_DIM,
     aten.sort.default: _ALONG_DIM,
     aten.sort.stable: _ALONG_DIM,
-    aten.topk.default: _ALONG_DIM,
     aten.glu.default: _ALONG_DIM,
-    aten._softmax.default: _ALONG_DIM,
     aten._safe_softmax.default: _ALONG_DIM,
-    aten._log_softmax.default: _ALONG_DIM,
-    aten._softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
-    aten._log_softmax_backward_data.default: Entry(follow(apart_from("dim"), "first")),
     aten._fft_c2c.default: Entry(follow(apart_from("dim"), "all")),
     aten._fft_c2r.default: Entry(follow(apart_from("dim"), "all")),
     aten._fft_r2c.default: Entry(follow(apart_from("dim"), "all")),

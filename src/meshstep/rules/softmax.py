@@ -100,7 +100,8 @@ def _logsumexp(call: OpCall) -> Iterator[Rule]:
 
 
 def _logsumexp_form(local: Local) -> tuple[fx.Node, ...]:
-    x, dims = wide(local, cast(local, local["self"], _result(local))), list(dims_of(local["dim"], local.call["self"].ndim))
+    x = wide(local, cast(local, local["self"], _result(local)))
+    dims = list(dims_of(local["dim"], local.call["self"].ndim))
     largest = over_all(local, local.emit(aten.amax.default, x, dims, True), "max")
     infinite = local.emit(aten.isinf.default, largest)
     base = local.emit(aten.masked_fill.Scalar, largest, infinite, 0)

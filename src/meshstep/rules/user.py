@@ -189,7 +189,7 @@ class Checked:
             here = next((r for r in self._made(trial.call) if r == made), made)
             for size in (s for s in _SIZES if divides(trial.call, here, s)):
                 reached = True
-                fault = Trial(trial.call, trial.arguments, trial.whole, size, trial.run).fault(here)
+                fault = _fault(Trial(trial.call, trial.arguments, trial.whole, size, trial.run), here)
                 if fault:
                     raise RuleError(
                         f"a rule of {self.op} is wrong over {size} ranks: {_text(made)}: {fault.splitlines()[0]}",
@@ -232,6 +232,16 @@ def _unfit(made: Any, call: OpCall) -> str | None:
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in made.inputs):
         return "takes a partial input that is no sum"
     return None
+
+
+def _fault(trial: Trial, made: Rule) -> str | None:
+    """What the validator has against a rule."""
+    try:
+        return trial.fault(made)
+    except RuleError:
+        raise
+    except Exception as error:  # whatever a kernel or a local form raises
+        return f"the op fails on a shard: {first_line(error)}"
 
 
 def _text(made: Rule) -> str:

@@ -28,6 +28,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
+    "product": torch.mul,
 }
 _NOT_FINITE = (0.0, 0.0, 0.0)
 _TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}

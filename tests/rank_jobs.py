@@ -165,3 +165,16 @@ def dropout_losses_of_one_rank() -> list[float]:
     """The same in one process, without a group."""
     step = ms.simulate(_dropping, mesh=ms.Mesh(dp=1))
     return [step(*_dropping_arguments()).item() for _ in range(3)]
+
+
+def materialized() -> dict[str, Any]:
+    """A sharded weight, as this rank sees it; every rank has another seed, that of rank 0 counts."""
+    torch.manual_seed(20 + dist.get_rank())
+    with torch.device("meta"):
+        model = nn.Linear(32, 48)
+    weight = ms.materialize(model, plan=ms.plans.fsdp()).weight
+    return {
+        "placements": str(weight.placements),
+        "local": list(weight.to_local().shape),
+        "whole": weight.full_tensor().sum().item(),
+    }

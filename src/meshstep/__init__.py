@@ -16,6 +16,7 @@ from .errors import (
 )
 from .layout import Layout
 from .lowered import Lowered
+from .materialize import materialize
 from .mesh import Mesh
 from .passes import Pass, Pipeline
 from .plan import named as plans
@@ -51,6 +52,7 @@ __all__ = [
     "World",
     "compile",
     "init",
+    "materialize",
     "plans",
     "simulate",
     "verify",

@@ -16,14 +16,12 @@ from .arguments import Call, Inputs, argument_layouts, bind_call, placements_alo
 from .capture.capture import Captured, capture
 from .errors import InputError
 from .ir.program import Program
-from .ir.verifier import verify_program
 from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
-from .partition import partition
-from .passes import DEFAULT, Pipeline, lower
+from .passes import Pipeline, lower
 from .passes.lower import AxisGroup
-from .plan.decide import decide, decided
+from .phases import local_program
 from .plan.named import data_parallel
 from .plan.plan import Plan
 from .runtime.agreement import agree_on_call, agree_on_program
@@ -158,18 +156,14 @@ class Step(ABC):
         captured = capture(
             self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh, self._seed.now
         )
-        program, plans = captured.program, []
-        for axis in reversed(mesh.axes):
-            decision = decide(
-                program,
-                self.plan[axis],
-                placements_along(axis, call.names, layouts),
-                whole_outputs=self._options.outputs == "full",
-            )
-            plans.append(decided(self.plan[axis], decision))
-            program = partition(program, decision)
-        verify_program(program, by="partition")
-        return captured, (self._options.passes or DEFAULT)(program), Plan(tuple(reversed(plans)))
+        local, plan = local_program(
+            captured.program,
+            self.plan,
+            lambda axis: placements_along(axis, call.names, layouts),
+            whole_outputs=self._options.outputs == "full",
+            passes=self._options.passes,
+        )
+        return captured, local, plan
 
 
 class CompiledStep(Step):

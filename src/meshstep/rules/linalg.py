@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..layout import PARTIAL, REPLICATE
 from .factors import Linear, dims_of, factor, partials
 from .pointwise import split
 from .rule import Entry, OpCall, Rule, Table
@@ -22,7 +23,9 @@ def _solve(call: OpCall) -> Iterator[Rule]:
     """`A X = B`: B is a batch of vectors if it has the shape of A without the last dim."""
     a, b = call["A"], call["B"]
     vector = b.ndim == 1 or b.shape == a.shape[:-1]
-    yield from factor("...MN,...M->...N,...MN,...M,..." if vector else "...MN,...MK->...NK,...MN,...M,...")(call)
+    spec = "...MN,...M->...N,...MN,...M,..." if vector else "...MN,...MK->...NK,...MN,...M,..."
+    for rule in factor(spec)(call):  # what is computed of A alone is whole where A is
+        yield Rule(rule.inputs, tuple(REPLICATE if p == PARTIAL else p for p in rule.outputs))
 
 
 def _cross(call: OpCall) -> Iterator[Rule]:

@@ -126,7 +126,7 @@ class Local:
         value = self.arguments.get(name)
         return self.call[name] if value is None else value
 
-    def again(self, **changed: Any) -> fx.Node:
+    def again(self, /, **changed: Any) -> fx.Node:
         """Append the same op on this rank's arguments, some of them changed."""
         arguments = {name: self[name] for name in self.call.arguments}
         args, kwargs = spelled(self.call.op, arguments | changed)

@@ -27,7 +27,7 @@ def layer_norm_backward(call: OpCall) -> Iterator[Rule]:
     for dim, inputs in _normalized(call, "grad_out", "input"):
         own = shard(dim - (call["input"].ndim - count))
         grads = (placed(o, shard(dim) if i == 0 else own) for i, o in enumerate(call.outputs))
-        if all(call["output_mask"][i] for i, o in enumerate(call.outputs) if o):
+        if all(call.outputs):
             yield Rule(inputs, tuple(grads), _layer_norm_backward)
 
 
@@ -72,15 +72,9 @@ def _layer_norm_backward(local: Local) -> tuple[fx.Node, ...]:
     y = local.emit(aten.mul.Tensor, local.emit(aten.sub.Tensor, x, local["mean"]), rstd)
     scaled = grad if local.call["weight"] is None else local.emit(aten.mul.Tensor, grad, local["weight"])
     product = local.emit(aten.mul.Tensor, grad, y)
-    found = (
-        lambda: _of_input(local, scaled, y, rstd),
-        lambda: _of_weight(local, product),
-        lambda: _of_weight(local, grad),
-    )
-    return tuple(
-        cast(local, make(), output.dtype) if output else None  # type: ignore[misc]
-        for make, output in zip(found, local.call.outputs, strict=True)
-    )
+    found = (_of_input(local, scaled, y, rstd), _of_weight(local, product), _of_weight(local, grad))
+    kinds = [o.dtype for o in local.call.outputs if o]
+    return tuple(cast(local, value, dtype) for value, dtype in zip(found, kinds, strict=True))
 
 
 def _of_input(local: Local, scaled: fx.Node, y: fx.Node, rstd: fx.Node) -> fx.Node:

@@ -56,6 +56,11 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), _device())
 
 
+def has_group() -> bool:
+    """Whether a process group is up."""
+    return dist.is_initialized()
+
+
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

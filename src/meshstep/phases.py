@@ -1,0 +1,49 @@
+"""From a captured program to one rank's: plan and partition axis by axis, then the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch.distributed.tensor.placement_types import Placement
+
+from .ir.program import Program, Slot
+from .ir.verifier import verify_program
+from .partition import partition
+from .passes import DEFAULT, Pipeline
+from .plan.decide import decide, decided
+from .plan.plan import Plan
+
+Placements = Callable[[str], Mapping[Slot, Placement]]  # of the arguments along an axis
+
+
+def local_program(
+    program: Program,
+    plan: Plan,
+    placements: Placements,
+    *,
+    whole_outputs: bool = False,
+    passes: Pipeline | None = None,
+) -> tuple[Program, Plan]:
+    """Plan and partition a program along every axis of its mesh, the innermost first.
+
+    Args:
+        program: A global program.
+        plan: Has a plan for every axis.
+        placements: Gives the placements of the arguments along an axis.
+        whole_outputs: Whether user outputs come back whole.
+        passes: What runs over the local program; None is the default pipeline.
+
+    Returns:
+        The local program, and the plan with the placement of every value.
+
+    Raises:
+        PlanError: The plan does not fit the mesh or the program.
+    """
+    plan.check(program.mesh)
+    plans = []
+    for axis in reversed(program.mesh.axes):
+        decision = decide(program, plan[axis], placements(axis), whole_outputs=whole_outputs)
+        plans.append(decided(plan[axis], decision))
+        program = partition(program, decision)
+    verify_program(program, by="partition")
+    return (passes or DEFAULT)(program), Plan(tuple(reversed(plans)))

@@ -11,7 +11,7 @@ BENCH_ARGS ?=
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench rules clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -46,6 +46,9 @@ format: $(READY)  ## rewrite the sources in the house format
 
 bench: $(READY)  ## time meshstep against DDP, side by side
 	$(RUN) -m bench.run $(BENCH_ARGS)
+
+rules: $(READY)  ## run every sharding rule on real shards and print what is covered
+	$(RUN) tests/rules_report.py
 
 clean:  ## remove all that the other targets made
 	rm -rf .venv build dist runs bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

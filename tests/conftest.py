@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from ranks import Pool
+
+_CACHE = tempfile.TemporaryDirectory(prefix="meshstep-tests-")
+os.environ["MESHSTEP_CACHE_DIR"] = _CACHE.name  # inherited by the ranks: no test reads or writes the user's cache
 
 
 @pytest.fixture(scope="session")

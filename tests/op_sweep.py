@@ -2,9 +2,10 @@
 
     python tests/op_sweep.py --json out.json
 
-For each op that has a float64 backward on a CPU, some of OpInfo's samples become little steps: the op, a random-weighted
-sum of its outputs as the loss, the gradients of all float inputs. Each runs plainly on one device, and on 2 or 4 virtual
-ranks with the inputs placed at random; outputs and gradients must agree.
+For each op that has a float64 backward on a CPU, some of OpInfo's samples become little steps: the op, a
+random-weighted sum of its outputs as the loss, the gradients of all float inputs. Each runs plainly on one device, and
+on 2 or 4 virtual ranks with the inputs placed at random; outputs and gradients must agree. Random ops are compared with
+the same step on 1 rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import meshstep as ms
 from meshstep.api import Options, SimulatedStep
-from meshstep.errors import MeshstepError
+from meshstep.errors import InputError, MeshstepError
 from meshstep.ir.collectives import all_gather, all_to_all
 from meshstep.ir.program import Program
 from meshstep.layout import REPLICATE, Layout, shard
@@ -45,7 +46,27 @@ _OWN_SIZES = ("_segment_reduce",)
 # Ops that are refused, each for a reason that no rule can take away.
 _SHAPE = "the shape of the result depends on values"
 _SPARSE = "a sparse tensor"
-BY_DESIGN: dict[str, str] = {}
+_VALUE = "Python needs the value of a tensor"
+_CHECKS = "PyTorch's own Python checks the values of a tensor"
+BY_DESIGN: dict[str, str] = {
+    "as_strided partial_views": "reads memory beyond its tensor",
+    "combinations": _SHAPE + " (masked_select)",
+    "corrcoef": _CHECKS,
+    "cov": _CHECKS + " (the weights)",
+    "index_fill": "the gradient of a value that is a tensor takes the distinct indices: " + _SHAPE,
+    "index_put": "the gradient of values put by a mask: " + _SHAPE,
+    "linalg.lstsq": "the shape of the residuals depends on the rank of the matrix",
+    "linalg.lstsq grad_oriented": "the shape of the residuals depends on the rank of the matrix",
+    "masked_select": _SHAPE,
+    "narrow": _VALUE + ": a start that is a tensor",
+    "nn.functional.ctc_loss": "the shape of what it saves depends on the lengths",
+    "nn.functional.gaussian_nll_loss": _CHECKS + " (the variance)",
+    "repeat_interleave": _SHAPE,
+    "sparse.mm reduce": _SPARSE,
+    "sparse.sampled_addmm": _SPARSE,
+    "tensor_split": _VALUE + ": places that are a tensor",
+    "to_sparse": _SPARSE,
+}
 
 
 @dataclass(slots=True)
@@ -332,7 +353,10 @@ def _tried(sample: Sample, outcome: Outcome, wide: bool) -> None:
 
 def _run(sample: Sample, outcome: Outcome, wide: bool) -> None:
     _seed()
-    plain = sample.call(sample.inputs())
+    try:
+        plain = sample.call(sample.inputs())
+    except RuntimeError as error:
+        raise InputError("the op fails on contiguous copies of its arguments") from error
     weights = weights_for(tree_flatten(plain)[0])
     _seed()
     want: Any = step_of(sample)(sample.inputs(), weights)

@@ -346,6 +346,12 @@ def matmuls(d: Draw) -> dict[Any, list[Call]]:
     }  # fmt: skip
 
 
+_OF_MATRICES = (
+    aten._linalg_det.default, aten._linalg_eigvals.default, aten._linalg_slogdet.default, aten.linalg_eig.default,
+    aten.linalg_inv_ex.default, aten.linalg_matrix_exp.default,
+)  # fmt: skip
+
+
 def linalg(d: Draw) -> dict[Any, list[Call]]:
     square, tall, wide = d(12, 4, 3, 3), d(12, 4, 5, 3), d(12, 4, 3, 5)
     definite = torch.eye(3).double() + square @ square.mT
@@ -358,10 +364,7 @@ def linalg(d: Draw) -> dict[Any, list[Call]]:
     distances = aten._cdist_forward(p, r, 2.0, None)
     batch = [call(square), call(d(3, 3))]
     return {
-        **{op: batch for op in (
-            aten._linalg_det.default, aten._linalg_eigvals.default, aten._linalg_slogdet.default,
-            aten.linalg_eig.default, aten.linalg_inv_ex.default, aten.linalg_matrix_exp.default,
-        )},
+        **dict.fromkeys(_OF_MATRICES, batch),
         **{op: [call(tall), call(wide), call(square)] for op in (
             aten._linalg_svd.default, aten.geqrf.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
             aten.linalg_qr.default,
@@ -556,6 +559,7 @@ def margins(d: Draw) -> dict[Any, list[Call]]:
     x, target, weight = d(12, 5), d.ints(5, 12), d.positive(5)
     several = torch.stack([d.distinct(5, 5) for _ in range(12)])
     several[:, 3] = -1
+    is_target = aten.multilabel_margin_loss_forward(x, several, 0)[1]
     found: dict[Any, list[Call]] = {
         aten.multi_margin_loss.default: [
             call(x, target, 1, 1.0, w, reduction) for w in (None, weight) for reduction in (0, 1, 2)
@@ -565,7 +569,7 @@ def margins(d: Draw) -> dict[Any, list[Call]]:
         ],
         aten.multilabel_margin_loss_forward.default: [call(x, several, reduction) for reduction in (0, 1, 2)],
         aten.multilabel_margin_loss_backward.default: [
-            call(d(12) if reduction == 0 else d(), x, several, reduction, aten.multilabel_margin_loss_forward(x, several, 0)[1])
+            call(d(12) if reduction == 0 else d(), x, several, reduction, is_target)
             for reduction in (0, 1, 2)
         ],
     }  # fmt: skip
@@ -773,7 +777,8 @@ def drawn_pools(d: Draw, image: Tensor, block: Tensor) -> dict[Any, list[Call]]:
 _RESIZED = (
     ("upsample_nearest1d", ()), ("upsample_nearest2d", ()), ("upsample_nearest3d", ()),
     ("_upsample_nearest_exact1d", ()), ("_upsample_nearest_exact2d", ()), ("_upsample_nearest_exact3d", ()),
-    ("_upsample_bilinear2d_aa", (False,)), ("_upsample_bicubic2d_aa", (False,)), ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)),
+    ("_upsample_bilinear2d_aa", (False,)), ("_upsample_bicubic2d_aa", (False,)),
+    ("upsample_linear1d", (False,)), ("upsample_bilinear2d", (True,)),
     ("upsample_bicubic2d", (False,)), ("upsample_trilinear3d", (True,)),
 )  # fmt: skip
 
@@ -789,7 +794,18 @@ def _convolution_backward(d: Draw, forward: Call, mask: list[bool]) -> Call:
 _NOT_BROADCAST = (aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.log_sigmoid_backward.default)
 
 _BY_HAND: tuple[Callable[[Draw], dict[Any, list[Call]]], ...] = (
-    by_hand_elementwise, views, reductions, matmuls, linalg, norms, attention, indexing, factories, updates, communications, random_tensors,
+    by_hand_elementwise,
+    views,
+    reductions,
+    matmuls,
+    linalg,
+    norms,
+    attention,
+    indexing,
+    factories,
+    updates,
+    communications,
+    random_tensors,
     vision,
 )  # fmt: skip
 

@@ -177,11 +177,11 @@ def test_lower_needs_no_process_group_and_is_quick_for_a_thousand_ranks():
 
     model = GPT()
     x = torch.randint(256, (4, 64))
-    began = time.monotonic()
+    began = time.process_time()  # not the wall clock: others may be at work
     lowered = ms.compile(mesh=ms.Mesh(dp=1024))(step_of_the_example).lower(
         model, torch.optim.AdamW(model.parameters()), x, x
     )
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert not torch.distributed.is_initialized()
     assert "i64[4096/1024, 64]" in lowered.as_text()
     assert lowered.fallbacks == ()
@@ -279,7 +279,8 @@ def test_wrong_use_is_an_input_error(make, text):
     [
         (
             lambda: ms.plans.data_parallel() + ms.plans.data_parallel(),
-            "two plans for axis 'dp'\n  at   data_parallel + data_parallel\n  try  give one of them another axis of the mesh",
+            "two plans for axis 'dp'\n  at   data_parallel + data_parallel\n"
+            "  try  give one of them another axis of the mesh",
         ),
         (
             lambda: ms.simulate(train_step, mesh=ms.Mesh(data=2))(*arguments()),

@@ -1,4 +1,4 @@
-"""Ops that nobody wrote rules for: what running them on small shards shows, what it must not conclude, and its cache."""
+"""Ops that nobody wrote rules for: what running them shows, what it must not conclude, and its cache."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import toy_ops
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import meshstep as ms
 from meshstep._torch import FakeTensorMode
@@ -24,7 +25,7 @@ from meshstep.ir.infer import infer
 from meshstep.ir.types import TensorType
 from meshstep.layout import placement_text
 from meshstep.rules import OpCall, found_by_running, rules_for
-from meshstep.rules.discovery import SECONDS, Discovery, discovery, hindrance
+from meshstep.rules.discovery import Discovery, discovery, hindrance
 from meshstep.rules.experiment import Clock, Experiment
 from meshstep.rules.small import DRAWS, small_calls
 from meshstep.rules.store import Store, cache_directory
@@ -95,10 +96,10 @@ FINDINGS: list[tuple[Any, tuple, list[str]]] = [
         (f32(32, 16), f32(8, 4)),
         ["S(1), R -> S(1)", "S(0), S(0) -> S(0)", "P(sum), R -> P(sum)", "R, P(sum) -> P(sum)"],
     ),
+    (toy_ops.first_row, (f32(8, 16),), ["S(1) -> S(0)", "P(sum) -> P(sum)"]),
+    (toy_ops.every_third, (f32(24, 16),), ["S(1) -> S(1)", "P(sum) -> P(sum)"]),
     (toy_ops.only_float, (f32(8, 16),), ["S(0) -> S(0)", "S(1) -> S(1)"]),
     (toy_ops.norm_backward, (f32(8, 16), f32(8, 16)), ["S(0), S(0) -> S(0), P(sum)", "P(sum), R -> P(sum), P(sum)"]),
-    (aten.trace.default, (f32(8, 8),), ["P(sum) -> P(sum)"]),
-    (aten.renorm.default, (f32(8, 16), 2, 0, 1.0), ["S(0) -> S(0)"]),
 ]
 
 
@@ -145,6 +146,7 @@ def test_only_even_shards() -> None:
 
 NOTHING: list[tuple[Any, tuple, str]] = [
     (toy_ops.clip, (f32(8, 16), 1000.0), ""),  # the identity on small numbers
+    (toy_ops.clip, (f32(8, 16), 1e5), ""),
     (toy_ops.any_above, (f32(8, 16),), "an output is the same for all inputs"),
     (toy_ops.best, (f32(8, 16),), ""),
     (toy_ops.blocks, (f32(64, 16),), ""),
@@ -175,11 +177,15 @@ def test_what_small_tensors_hide_shows_on_the_real_shapes() -> None:
         (aten.nonzero.default, "its output depends on values"),
         (aten.masked_select.default, "its output depends on values"),
         (aten.add_.Tensor, "it changes its inputs"),
+        (aten.as_strided.default, "it reads memory by strides"),
+        (aten.as_strided_scatter.default, "it reads memory by strides"),
         (aten.mm.out, "it changes its inputs"),
         (aten._local_scalar_dense.default, "its output depends on values"),
         (torch.ops._c10d_functional.all_reduce.default, "it is no op on tensors alone"),
         (torch.ops.meshstep.all_reduce.default, "it is no op on tensors alone"),
         (len, "it is no op on tensors alone"),
+        (aten.trace.default, "its kernel is compiled and need not check what it is given"),
+        (aten._weight_norm_interface.default, "its kernel is compiled and need not check what it is given"),
     ],
     ids=str,
 )
@@ -221,7 +227,8 @@ def test_time_is_bounded() -> None:
     mine = Discovery(seconds=0.3)
     result = mine.find(call(toy_ops.slow, f32(8, 16)))
     assert result.why == "its time is over"
-    assert result.seconds < 0.5 and result.seconds < SECONDS
+    assert result.seconds < 3 * 0.3 + 1
+    assert [r.inputs for r in result.learned] in ([], [(Shard(0),)])  # whole stages only
 
 
 def test_equal_sizes_stay_equal_and_numbers_follow() -> None:

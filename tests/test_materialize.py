@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import rank_jobs
 import torch
-from gpt import GPT
 from torch import nn
 
 import meshstep as ms
+from gpt import GPT
 from meshstep.materialize import reset_parameters, shard_of
 
 
 def model() -> nn.Module:
     with torch.device("meta"):
         built = nn.Sequential(
-            nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 48), nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GRU(8, 16)
+            nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 48), nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8),
+            nn.GRU(8, 16),
         )  # fmt: skip
         built.append(nn.Linear(32, 64, bias=False))
     built[-1].weight = built[0].weight

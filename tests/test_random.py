@@ -184,11 +184,31 @@ def test_manual_seed_starts_the_numbers_anew_and_steps_differ():
     assert step.cache_info().misses == 1
 
 
-def test_the_users_generator_is_not_disturbed():
+def test_the_users_generator_moves_once_for_a_seed_so_that_the_same_seed_again_is_seen():
     step = ms.simulate(lambda x: torch.rand_like(x), mesh=ms.Mesh(dp=2))
+    x = torch.zeros(4)
+    torch.manual_seed(9)
+    fresh = torch.get_rng_state()
+    first = step(x)
+    moved = torch.get_rng_state()
+    assert not torch.equal(moved, fresh)
+    assert not torch.equal(step(x), first)
+    assert torch.equal(torch.get_rng_state(), moved)
+    torch.manual_seed(9)
+    assert torch.equal(step(x), first)
+
+
+def test_a_step_that_draws_nothing_leaves_the_generator_alone():
     before = torch.get_rng_state()
-    step(torch.zeros(4))
+    ms.simulate(lambda x: x * 2, mesh=ms.Mesh(dp=2))(torch.zeros(4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rare_dropout_is_rare_in_every_dtype(dtype):
+    step = ms.simulate(lambda x: F.dropout(x, 0.001), mesh=ms.Mesh(dp=2))
+    dropped = (step(torch.ones(400, 1000, dtype=dtype)) == 0).double().mean().item()
+    assert dropped == pytest.approx(0.001, rel=0.25)
 
 
 def test_steps_of_other_names_get_other_numbers():

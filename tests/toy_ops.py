@@ -192,3 +192,15 @@ def norm_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def changes_its_mind(x: Tensor) -> Tensor:
     """Row by row, but for many rows."""
     return x * 2 if x.shape[0] <= 32 else x - x.mean(0)
+
+
+@op(lambda x: x.new_empty(x.shape[1:]))
+def first_row(x: Tensor) -> Tensor:
+    """The first rank has it, the others have something else of the same shape."""
+    return x[0].clone()
+
+
+@op(like)
+def every_third(x: Tensor) -> Tensor:
+    """A pattern that two shards of six rows hide."""
+    return x * (torch.arange(x.shape[0]) % 3 + 1).unsqueeze(1)

@@ -135,9 +135,7 @@ def t5(p: float) -> nn.Module:
 def vit(p: float) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(**_SIZES, **_dropouts(p), image_size=16, patch_size=4, num_labels=10)
-    )
+    return ViTForImageClassification(ViTConfig(**_SIZES, **_dropouts(p), image_size=16, patch_size=4, num_labels=10))
 
 
 def resnet(p: float) -> nn.Module:

@@ -1,6 +1,6 @@
 """Compiles a single-device PyTorch train step into one program for a mesh of devices, and proves it equal."""
 
-from . import _torch
+from . import _torch, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
 from .errors import (
     CaptureError,
@@ -21,6 +21,7 @@ from .mesh import Mesh
 from .passes import Pass, Pipeline
 from .plan import named as plans
 from .plan.plan import Plan
+from .rules.user import rule
 from .runtime.cache import CacheInfo
 from .runtime.world import World, init
 from .verification import Verification
@@ -54,6 +55,8 @@ __all__ = [
     "init",
     "materialize",
     "plans",
+    "rule",
+    "rules",
     "simulate",
     "verify",
 ]

@@ -6,6 +6,7 @@ Tested: torch 2.13.0.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -50,12 +51,14 @@ def check_version(version: str = torch.__version__) -> None:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` true, so that optimizers and models take their tensor-only paths."""
-    before = torch.compiler._is_compiling_flag
+    before, mkldnn = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
     torch.compiler._is_compiling_flag = True
+    torch._C._set_mkldnn_enabled(False)  # its recurrent layers are one op that nobody can shard
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+        torch._C._set_mkldnn_enabled(mkldnn)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -92,6 +95,13 @@ def compile_with_inductor(
         return compiled
 
 
+def tensor_hooks(tensor: torch.Tensor) -> tuple[tuple[Callable, ...], tuple[Callable, ...]]:
+    """The functions that `register_hook` and `register_post_accumulate_grad_hook` have put on a tensor."""
+    hooks: Any = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    before, after = (tuple((found or {}).values()) for found in hooks)
+    return before, after
+
+
 def default_store() -> Any:
     """The key-value store that the processes of the default group met at."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -116,6 +126,15 @@ def has_effects(op: OpOverload) -> bool:
     from torch._higher_order_ops.effects import has_effects as registered
 
     return bool(registered(op))
+
+
+@cache
+def has_native_kernel(op: OpOverload) -> bool:
+    """Whether compiled code computes an op, on any device; else Python does."""
+    found = re.findall(
+        r"^(?:CPU|CUDA|Composite\w+)(?:\[alias\])?: registered at (.+?):\d+ ", torch._C._dispatch_dump(op.name()), re.M
+    )
+    return any(file.endswith((".cpp", ".cc", ".cxx", ".cu", ".h", ".hpp", ".cuh", ".mm")) for file in found)
 
 
 def registered_sharding(op: OpOverload) -> Callable[..., Any] | None:
@@ -155,10 +174,12 @@ __all__ = [
     "default_store",
     "has_composite_kernel",
     "has_effects",
+    "has_native_kernel",
     "mark_stepped",
     "next_sequence_number",
     "registered_sharding",
     "running_sequence_number",
     "skip_dispatch_modes",
     "storage_id",
+    "tensor_hooks",
 ]

@@ -14,6 +14,7 @@ import torch
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
 from .capture.capture import Captured, capture
+from .capture.source import name_of
 from .errors import InputError
 from .ir.program import Program
 from .layout import Layout
@@ -146,7 +147,7 @@ class Step(ABC):
         inputs = guards.bind(call.leaves)
         assert not isinstance(inputs, str), inputs
         executor = self._executor(captured, local, inputs, call)
-        self._cache.add(signature, guards, executor, reason, self._function.__name__)
+        self._cache.add(signature, guards, executor, reason, name_of(self._function))
         return executor, inputs
 
     def _partitioned(self, call: Call, mesh: Mesh) -> tuple[Captured, Program, Plan]:
@@ -174,7 +175,7 @@ class CompiledStep(Step):
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         """Number the step: all ranks make their steps in the same order."""
         super().__init__(function, options)
-        self._topic = f"{function.__name__}/{next(self._made)}"
+        self._topic = f"{name_of(function)}/{next(self._made)}"
         self._seed = Seed(self._topic)
 
     def _mesh(self) -> Mesh:
@@ -285,7 +286,14 @@ def simulate(
 
 
 def _decorator(kind: type[CompiledStep], function: Callable[..., Any] | None, options: Options) -> Any:
-    return (lambda f: kind(f, options)) if function is None else kind(function, options)
+    return (lambda f: _step(kind, f, options)) if function is None else _step(kind, function, options)
+
+
+def _step(kind: type[CompiledStep], function: Any, options: Options) -> CompiledStep:
+    if isinstance(function, Step) or not callable(function):
+        what = "a step that is compiled already" if isinstance(function, Step) else f"a {type(function).__name__}"
+        raise InputError(f"{what} instead of a function", at="compile(...)", hint="decorate the plain function, once")
+    return kind(function, options)
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -296,6 +304,12 @@ def _options(given: dict[str, Any]) -> Options:
             str(error).split("__init__() ")[-1], at="compile(...)", hint=", ".join(Options.__slots__)
         ) from None
     check_backend(options.backend)
+    for name, kind in (("mesh", Mesh), ("plan", Plan)):
+        value: Any = getattr(options, name)
+        if not isinstance(value, kind | None):
+            raise InputError(
+                f"{name} is a {type(value).__name__}", at=f"compile({name}=...)", hint=f"a meshstep.{kind.__name__}"
+            )
     passes: Any = options.passes
     if not isinstance(passes, Pipeline | None):
         raise InputError(

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from .capture.tree import Spec, flatten, paths, unflatten
-from .errors import InputError
+from .errors import InputError, LayoutError
 from .ir.program import Slot, SlotKind
 from .layout import REPLICATE, Layout, shard
 from .mesh import Mesh
@@ -109,10 +109,15 @@ def _layout(leaf: Any, name: str, mesh: Mesh, batch: Sequence[str], inputs: Inpu
             "a DTensor argument", at=f"argument {name}", hint="pass x.to_local(), and its layout by inputs="
         )
     said = next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
+    placements = [p for _, p in said.placements] if isinstance(said, Layout) else [said]
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise LayoutError(
+            "a partial argument", at=f"argument {name}", hint="Shard(dim) or Replicate(): reduce it first"
+        )
     if isinstance(said, Layout):
-        return Layout(tuple((axis, said[axis]) for axis in reversed(mesh.axes)))
+        return Layout(tuple((axis, said[axis]) for axis in mesh.axes))
     rows = said if said is not None else shard(0) if leaf.ndim and not isinstance(leaf, nn.Parameter) else REPLICATE
-    return Layout(tuple((axis, rows if axis in batch else REPLICATE) for axis in reversed(mesh.axes)))
+    return Layout(tuple((axis, rows if axis in batch else REPLICATE) for axis in mesh.axes))
 
 
 def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh) -> Layout | None:

@@ -24,7 +24,10 @@ def local_program(
     whole_outputs: bool = False,
     passes: Pipeline | None = None,
 ) -> tuple[Program, Plan]:
-    """Plan and partition a program along every axis of its mesh, the innermost first.
+    """Plan and partition a program along every axis of its mesh.
+
+    The outermost first: where two axes split one dim, ranks in order then hold its parts in order, as torch's DTensor
+    has it.
 
     Args:
         program: A global program.
@@ -41,9 +44,9 @@ def local_program(
     """
     plan.check(program.mesh)
     plans = []
-    for axis in reversed(program.mesh.axes):
+    for axis in program.mesh.axes:
         decision = decide(program, plan[axis], placements(axis), whole_outputs=whole_outputs)
         plans.append(decided(plan[axis], decision))
         program = partition(program, decision)
     verify_program(program, by="partition")
-    return (passes or DEFAULT)(program), Plan(tuple(reversed(plans)))
+    return (passes or DEFAULT)(program), Plan(tuple(plans))

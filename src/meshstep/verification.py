@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .capture.randomness import CountedRandom, Draws
+from .capture.source import definition_line
 from .capture.state import collect
 from .capture.tree import flatten, paths, unflatten
 from .errors import InputError
 from .runtime.seed import Seed
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest element, at least to 1
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest element
+SMALL = 1e-9  # a scale is at least this: the noise of what should be zero is no error
 MakeArgs = Callable[[int], tuple[tuple, dict[str, Any]]]
 
 
@@ -28,7 +30,7 @@ class Verification:
     Args:
         steps: Steps compared.
         values: Tensors compared in each step, by what they are.
-        max_error: Greatest difference, relative to the largest element of the value (at least to 1).
+        max_error: Greatest difference, relative to the largest element among the values of that kind.
         tolerance: What is allowed.
         first_divergence: The first value that differs by more; None if there is none.
     """
@@ -68,19 +70,22 @@ def compare(
         dtype: Floating-point tensors are brought to it first; None leaves them.
     """
     ours, theirs = _Side(make_args(0), dtype), _Side(make_args(0), dtype)
+    if steps < 1:
+        raise InputError(f"{steps} steps", at="verify(steps=...)", hint="at least 1")
     seed = Seed(None)
     worst, first, values = 0.0, None, dict[str, int]()
     for i in range(steps):
         later = None if i == 0 else make_args(i)
         seed.begin()
+        seed.now(torch.device("cpu"))  # before the generator's state is looked at: the first one of a seed moves it
         generator = torch.get_rng_state()
-        with CountedRandom(Draws(plain.__name__), seed.now):
+        with CountedRandom(Draws(definition_line(plain)), seed.now):
             want = ours.run(plain, later)
         torch.set_rng_state(generator)
         found = theirs.run(compiled, later)
-        values = _counted(want)
+        values, scales = _counted(want), _scales(want)
         for name in dict.fromkeys((*want, *found)):
-            error = _error(found.get(name), want.get(name))
+            error = _error(found.get(name), want.get(name), scales.get(name, 1.0))
             worst = max(worst, error)
             if error > _tolerance(dtype, want) and first is None:
                 first = f"step {i}, {name} (by {error:.1e})"
@@ -142,7 +147,28 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf
 
 
-def _error(found: Tensor | None, want: Tensor | None) -> float:
+def _scales(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """How large the values of each kind are: outputs each alone, optimizer state and buffers by their last name.
+
+    A parameter without a gradient but for rounding (a bias before a norm) moves by noise of its own size: it is
+    measured by the other parameters.
+    """
+    kinds, greatest = {name: _kind(name) for name in values}, dict[str, float]()
+    for name, value in values.items():
+        finite = value[torch.isfinite(value)].abs() if value.numel() else value
+        largest = finite.max().item() if finite.numel() else 0.0
+        greatest[kinds[name]] = max(greatest.get(kinds[name], SMALL), float(largest))
+    return {name: greatest[kind] for name, kind in kinds.items()}
+
+
+def _kind(name: str) -> str:
+    first = name.split()[0]
+    if first == "output":
+        return name
+    return first if first in ("parameter", "gradient") else f"{first} {name.rpartition('.')[2]}"
+
+
+def _error(found: Tensor | None, want: Tensor | None, scale: float) -> float:
     if found is None or want is None or found.shape != want.shape:
         return float("inf")
     if found.numel() == 0:
@@ -153,7 +179,7 @@ def _error(found: Tensor | None, want: Tensor | None) -> float:
         return float("inf")
     if not both.any():
         return 0.0
-    return ((a - b)[both].abs().max() / b[both].abs().max().clamp(min=1)).item()
+    return (a - b)[both].abs().max().item() / scale
 
 
 def _tolerance(dtype: torch.dtype | None, values: Mapping[str, Tensor]) -> float:

@@ -33,7 +33,7 @@ from .places import (
 )
 from .randomness import undisturbed
 from .scalars import compute_scalars_in_float64
-from .source import definition_line, user_line
+from .source import definition_line, name_of, user_line
 from .state import Held, State, collect, hyperparameters, overlap, python_values, state_slot
 from .swap import fake_like, swapped
 from .tracer import Tracer
@@ -67,6 +67,7 @@ class Captured:
         cleared: Gradients that are None after the step.
         python_state: What of the state is no tensor, set when the program has run.
         attributes: The Python values that are compiled in.
+        truths: Live numbers of which the step asked whether they are 0, with the answer that is compiled in.
         creates_state: Whether optimizer state or gradients come into being: the next call has another program.
     """
 
@@ -79,6 +80,7 @@ class Captured:
     cleared: tuple[GradientPlace, ...]
     python_state: tuple[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any], ...]
     attributes: Attributes
+    truths: tuple[tuple[HyperparameterPlace, bool], ...]
     creates_state: bool
 
 
@@ -111,7 +113,7 @@ def capture(
     state = collect(leaves, names)
     if not state.modules and not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise InputError(
-            f"{function.__name__} gets no module and no tensor",
+            f"{name_of(function)} gets no module and no tensor",
             at=f"{definition_line(function)}, arguments {', '.join(names) or 'none'}",
             hint="pass the model, the optimizer and the batch to the step as arguments",
         )
@@ -124,6 +126,12 @@ def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
             "LBFGS computes the loss as often as its value demands",
             at=f"{definition_line(function)}, argument {name}",
             hint="compile the computation of loss and gradients, and step LBFGS outside",
+        )
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        raise CaptureError(
+            f"a tensor of layout {leaf.layout}",
+            at=f"{definition_line(function)}, argument {name}",
+            hint="x.to_dense(), or its indices and values as arguments",
         )
     if isinstance(leaf, LRScheduler):
         raise CaptureError(
@@ -145,7 +153,7 @@ class _Capture:
     ) -> None:
         self.function, self.state, self.mesh, self.seed = function, state, mesh, seed
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-        self.tracer = Tracer(function.__name__)
+        self.tracer = Tracer(definition_line(function))
         self.places: dict[Slot, Place] = {}
         self.results: list[tuple[Result, fx.Node, Place | None]] = []
         self.fakes: dict[int, Tensor] = {}
@@ -153,6 +161,8 @@ class _Capture:
         self.python_state: list[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any]] = []
         self.attributes = Attributes(state.owners())
         self.stepped: dict[int, str] = {}
+        self._passed: list[Held] = []
+        self._numbers: list[tuple[HyperparameterPlace, Tensor]] = []
         self._before = python_values(state)
         self._owner_of: dict[Any, Slot] = {}
         self._named = {
@@ -196,6 +206,7 @@ class _Capture:
         with self.mode:
             number = torch.empty((), dtype=torch.float64, device=place.device)
         self.tracer.nonzero[id(number)] = bool(place.value() != 0)
+        self._numbers.append((place, number))
         return number
 
     def _arguments(
@@ -211,7 +222,9 @@ class _Capture:
             with self.mode:
                 fake = torch.empty(shape or (), dtype=leaf.dtype, device=leaf.device)
                 fake.requires_grad_(leaf.requires_grad)
-            arguments[index] = self._input(Slot(SlotKind.ARGUMENT, name), ArgumentPlace(index), fake)
+            slot, place = Slot(SlotKind.ARGUMENT, name), ArgumentPlace(index)
+            arguments[index] = self._input(slot, place, fake)
+            self._passed.append(Held(slot, place, leaf))
         return arguments
 
     def _trace(self, invoke: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
@@ -288,7 +301,7 @@ class _Capture:
         """Refuse to change one of two tensors that share memory: the other one would stay as it was."""
         written = {result.slot for result, _, _ in self.results}
         by_storage: dict[int, list[Held]] = {}
-        for held in self.state.held:
+        for held in (*self.state.held, *self._passed):
             others = by_storage.setdefault(storage_id(held.tensor), [])
             for other in others:
                 if overlap(held.tensor, other.tensor) and not written.isdisjoint((held.slot, other.slot)):
@@ -392,7 +405,7 @@ class _Capture:
         graph.output(tuple(node for _, node, _ in self.results))
         prune(graph)
         program = Program(
-            name=self.function.__name__,
+            name=name_of(self.function),
             mesh=self.mesh,
             graph=graph,
             slots=tuple(self.tracer.slots),
@@ -416,6 +429,11 @@ class _Capture:
             cleared=tuple(self.cleared),
             python_state=tuple(self.python_state),
             attributes=self.attributes,
+            truths=tuple(
+                (place, self.tracer.nonzero[id(number)])
+                for place, number in self._numbers
+                if id(number) in self.tracer.asked
+            ),
             creates_state=any(
                 result.slot and result.slot not in known and not isinstance(place, AttributePlace)
                 for result, _, place in self.results

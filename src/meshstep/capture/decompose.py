@@ -36,6 +36,14 @@ def var_mean(
     return variance, mean if keepdim else mean.reshape(variance.shape)
 
 
+def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Dropout and its mask; what is kept is decided in float32 or float64, whatever the dtype of `x`."""
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.empty_like(x).bernoulli_(1 - p).bool()
+    return x * mask / (1 - p) if p < 1 else x * 0, mask
+
+
 def var(x: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
     """The first of `var_mean`."""
     return var_mean(x, dim, **kwargs)[0]
@@ -82,6 +90,20 @@ def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> T
     """`x` as one row of elements, written to at some of them."""
     row = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
     return row.reshape(x.shape)
+
+
+# ---- random slopes
+
+
+def rrelu_with_noise(
+    x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    """A random slope for each negative element; it is kept for the backward."""
+    if not training:
+        return torch.where(x <= 0, x * ((lower + upper) / 2), x)
+    slope = torch.rand_like(x) * (upper - lower) + lower
+    noise.copy_(torch.where(x <= 0, slope, 1))
+    return torch.where(x <= 0, x * slope, x)
 
 
 # ---- bags of embeddings
@@ -213,6 +235,7 @@ _BY_TORCH = (
     aten.binary_cross_entropy_backward,
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
+    aten.rrelu_with_noise_backward,
     aten._unsafe_masked_index,
     aten._unsafe_masked_index_put_accumulate,
     aten.trace,
@@ -222,10 +245,12 @@ DECOMPOSITIONS: dict[Any, Callable] = {
     **dict.fromkeys(_SPARSE, _refuse_sparse),
     aten.var_mean.correction: var_mean,
     aten.var.correction: var,
+    aten.native_dropout.default: native_dropout,
     aten.std_mean.correction: std_mean,
     aten.std.correction: std,
     aten.dist.default: dist,
     aten.take.default: take,
+    aten.rrelu_with_noise.default: rrelu_with_noise,
     aten.put.default: put,
     aten._trilinear.default: trilinear,
     aten._embedding_bag.default: embedding_bag,

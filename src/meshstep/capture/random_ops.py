@@ -75,7 +75,8 @@ def _random_from(make: Make, x: Tensor, low: int, high: int | None = None, **_: 
 
 
 def _bernoulli(make: Make, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
-    return (_uniform_like(make, x) < p).to(x.dtype)
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32  # 8 bits would not do for p = 0.001
+    return (make(random.uniform, x.shape, exact, x.device) < p).to(x.dtype)
 
 
 def _uniform(make: Make, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:

@@ -34,9 +34,14 @@ def user_line() -> str:
 
 def definition_line(function: Callable[..., Any]) -> str:
     """`file.py:line name` of where a function is defined; its name alone if that is unknown."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    name = getattr(function, "__name__", type(function).__name__)
+    code, name = getattr(inspect.unwrap(function), "__code__", None), name_of(function)
     return name if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {name}"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; that of what a `functools.partial` wraps, or of a callable object's class."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def value_needed(line: str) -> CaptureError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import FakeTensorMode
+from .._torch import FakeTensorMode, tensor_hooks
 from ..errors import CaptureError
 from ..ir.program import Slot, SlotKind
 from .attributes import restored
@@ -27,8 +27,15 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=False
         )
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+    before, after = tensor_hooks(tensor)
+    for hook in before:
+        fake.register_hook(hook)
+    for hook in after:
+        fake.register_post_accumulate_grad_hook(hook)
+    return fake
 
 
 @contextlib.contextmanager

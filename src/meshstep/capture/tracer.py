@@ -78,6 +78,7 @@ class Tracer(TorchDispatchMode):
         self.slots: list[Slot] = []
         self.constants: dict[Slot, Tensor] = {}
         self.nonzero: dict[int, bool] = {}
+        self.asked: set[int] = set()  # the live numbers of which Python wanted to know whether they are 0
         self._first: fx.Node | None = None  # op
         self._types: dict[Slot, TensorType] = {}
         self._slot_of: dict[fx.Node, Slot] = {}
@@ -179,8 +180,12 @@ class Tracer(TorchDispatchMode):
         node = self.value(tensor)
         if node.target not in (aten.ne.Scalar, aten.gt.Scalar) or node.args[1] != 0:
             return None
-        numbers = {self.value(t): self.nonzero[id(t)] for t in self._alive if id(t) in self.nonzero}
-        return numbers.get(node.args[0])  # type: ignore[arg-type]
+        numbers = {self.value(t): id(t) for t in self._alive if id(t) in self.nonzero}
+        number = numbers.get(node.args[0])  # type: ignore[arg-type]
+        if number is None:
+            return None
+        self.asked.add(number)
+        return self.nonzero[number]
 
     def _operands(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments as nodes, read before the op runs."""

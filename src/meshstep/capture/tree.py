@@ -74,11 +74,16 @@ def _items(tree: Any) -> list[tuple[Any, Any]] | None:
         return list(tree.items())
     if isinstance(tree, tuple) and (fields := getattr(tree, "_fields", None)) is not None:
         return list(zip(fields, tree, strict=True))
-    if type(tree) in (list, tuple):
+    if type(tree) in (list, tuple) or _is_struct(tree):
         return list(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
     return None
+
+
+def _is_struct(tree: Any) -> bool:
+    """Whether it is one of `torch.return_types`: a tuple with names that are no fields."""
+    return isinstance(tree, tuple) and type(tree).__module__ == "torch.return_types"
 
 
 def _build(leaves: Iterator[Any], spec: Spec) -> Any:

@@ -89,7 +89,7 @@ def _in_place(rule: Rule, have: Sequence[Natural], shards_state: bool) -> bool:
 def _takes(want: Placement, value: Natural, sharded: bool, shards_state: bool) -> bool:
     have = value.placement
     if have is None:
-        return sharded or want == REPLICATE
+        return want == REPLICATE or (sharded and shard_dim(want) is not None)
     if isinstance(have, Partial):
         return want in (have, REPLICATE) or (shards_state and shard_dim(want) is not None)
     if have == REPLICATE:

@@ -5,10 +5,11 @@ tensors, stays hidden. So several scales are drawn, each rule must hold on all d
 precision, and where the tensors of the real call are not large it is run once more on their shapes and number of ranks.
 
 Not tried: ops that draw random numbers, change their inputs, have effects, communicate, or whose output shapes depend
-on values; ops that fail on small tensors. They are replicated.
+on values; ops with a compiled kernel, which may end the process on tensors that do not fit together (PyTorch's own have
+rules in the table; give others rules by `@meshstep.rule`); ops that fail on small tensors. They are replicated.
 
-A fingerprint of an op's implementation is not possible, so what the file cache says of an op that is not PyTorch's own
-is tried again, once a process, before it is believed.
+A fingerprint of an op's implementation is not possible, so what the file cache says is tried again, once a process,
+before it is believed.
 """
 
 from __future__ import annotations
@@ -25,29 +26,31 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import OpOverload, has_effects
+from .._torch import OpOverload, has_effects, has_native_kernel
 from ..ir.infer import infer
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, local_shape, placement_text, shard
 from .experiment import SIZES, Clock, Experiment, NeverError, OutOfTimeError, UnfitError, apart, share
 from .rule import Local, OpCall, Rule, divides, spelled
-from .small import DRAWS, Draw, Place, Small, mapped, precisions, real_call, tried_calls
+from .small import DRAWS, UNIT, Draw, Place, Small, mapped, precisions, real_call, tried_calls
 from .store import Store
 from .validator import Trial
 
 log = logging.getLogger(__name__)
 
-SECONDS = 2.0  # for one op and argument pattern
-MOST_CANDIDATES = 400
-_PER_SIZE = 96  # candidates that shard dims of one size
+SECONDS = 20.0  # for one op and argument pattern; trials are bounded by number, so that ranks find the same rules
+_MOST_SIZES = 8
+_PER_SIZE = 64  # candidates that shard dims of one size
 _CONFIRMED_ELEMENTS = 2**20  # of a real call, times ranks
 _OTHERS = (
     "meshstep", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "profiler", "prim",
     "higher_order", "inductor", "fsdp",
 )  # fmt: skip
 _NEVER_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_OWN = ("aten", "prims")  # PyTorch's: of one version they do not change
-_CHECKS = (Draw(), Draw(positive=True), Draw(scale=30.0))
+_CHECKS = (Draw(), Draw(positive=True))
+
+
+Candidate = tuple[tuple[Placement, ...], list[tuple[Place, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Discovery:
         with apart():
             for small in tried_calls(call):
                 try:
-                    experiment = Experiment(call.op, small, clock, _draws(call.op))
+                    experiment = Experiment(call.op, small, clock, DRAWS)
                 except NeverError as error:
                     return Found((), clock.spent(), clock.runs, str(error))
                 except UnfitError as error:
@@ -153,7 +156,7 @@ class Discovery:
         return Found((), clock.spent(), clock.runs, why)
 
     def _known(self, op: OpOverload, experiment: Experiment) -> Found:
-        pattern = f"{op} {op._schema} {experiment.small}"
+        pattern = f"{op} {experiment.small} of {op._schema}"
         if pattern not in self._of_pattern:
             found = self._from_file(pattern, op, experiment)
             if found is None:
@@ -170,7 +173,7 @@ class Discovery:
             return None
         learned = [Learned(*entry) for entry in read]
         try:
-            if op.namespace not in _OWN and not all(_still(experiment, rule) for rule in learned):
+            if not all(_still(experiment, rule) for rule in learned):
                 log.warning("what the cache says of %s no longer holds; it is run again", op)
                 return None
         except OutOfTimeError:
@@ -201,7 +204,7 @@ class Discovery:
             return None
         for small in precisions(real_call(call)):
             with _expected():
-                return Experiment(call.op, small, Clock(self.seconds), _draws(call.op, _CHECKS[:2]))
+                return Experiment(call.op, small, Clock(self.seconds), _CHECKS)
         return None
 
 
@@ -221,6 +224,8 @@ def hindrance(op: Any) -> str:
     if not isinstance(op, OpOverload) or op.namespace in _OTHERS:
         return "it is no op on tensors alone"
     schema = op._schema
+    if "as_strided" in schema.name or schema.name == "aten::_reshape_alias":
+        return "it reads memory by strides"
     if schema.is_mutable:
         return "it changes its inputs"
     tags = [tag for tag in _NEVER_TAGS if tag in op.tags]
@@ -230,22 +235,32 @@ def hindrance(op: Any) -> str:
         return "it has effects"
     if not schema.returns or not all("Tensor" in str(r.type) for r in schema.returns):
         return "it returns what is no tensor"
+    if has_native_kernel(op):  # seen: mkldnn_rnn_layer and _weight_norm_interface end the process on unlike sizes
+        return "its kernel is compiled and need not check what it is given"
     return ""
 
 
 def search(op: OpOverload, experiment: Experiment) -> Found:
     """All rules that hold on an experiment."""
-    learned, why = [], ""
+    learned: list[Learned] = []
+    why = ""
     try:
-        for inputs, variants in itertools.islice(_candidates(experiment), MOST_CANDIDATES):
-            for places in variants:
-                outputs = experiment.holds(inputs, places)
-                if outputs is not None and _passes(op, experiment, Learned(inputs, outputs, places)):
-                    learned.append(Learned(inputs, outputs, places))
-                    break
+        for stage in _stages(experiment):  # of one that is broken off nothing is kept: ranks must agree
+            learned += [rule for candidate in stage if (rule := _tried(op, experiment, *candidate))]
     except OutOfTimeError:
         why = "its time is over"
     return Found(tuple(learned), experiment.clock.spent(), experiment.clock.runs, why)
+
+
+def _tried(
+    op: OpOverload, experiment: Experiment, inputs: tuple[Placement, ...], variants: Sequence[tuple[Place, ...]]
+) -> Learned | None:
+    """The rule that these inputs have."""
+    for places in variants:
+        outputs = experiment.holds(inputs, places)
+        if outputs is not None and _passes(op, experiment, Learned(inputs, outputs, places)):
+            return Learned(inputs, outputs, places)
+    return None
 
 
 def _passes(op: OpOverload, experiment: Experiment, learned: Learned) -> bool:
@@ -290,16 +305,17 @@ def _local(type_: TensorType, placement: Placement | None, size: int) -> TensorT
 # ---- candidates
 
 
-def _candidates(experiment: Experiment) -> Iterator[tuple[tuple[Placement, ...], list[tuple[Place, ...]]]]:
-    """Placements of the inputs worth trying, each with the sets of numbers that may follow."""
-    small, seen = experiment.small, set()
-    for size in dict.fromkeys(s for t in small.tensors for s in t.shape if s % 6 == 0 and s):
-        for inputs in itertools.islice(itertools.product(*_options(small, size)), _PER_SIZE):
-            if inputs not in seen and any(p != REPLICATE for p in inputs):
-                seen.add(inputs)
-                yield inputs, _variants(small, size)
-    for inputs in _sums(small.tensors):
-        yield inputs, [()]
+def _stages(experiment: Experiment) -> Iterator[list[Candidate]]:
+    """Placements of the inputs worth trying, each with the sets of numbers that may follow: by size, sums at last."""
+    small = experiment.small
+    seen: set[tuple[Placement, ...]] = {(REPLICATE,) * len(small.tensors)}
+    sizes = dict.fromkeys(s for t in small.tensors for s in t.shape if s % UNIT == 0 and s)
+    for size in itertools.islice(sizes, _MOST_SIZES):
+        tried = itertools.islice(itertools.product(*_options(small, size)), _PER_SIZE)
+        new = [inputs for inputs in tried if inputs not in seen]
+        seen |= set(new)
+        yield [(inputs, _variants(small, size)) for inputs in new]
+    yield [(inputs, [()]) for inputs in _sums(small.tensors)]
 
 
 def _options(small: Small, size: int) -> Iterator[list[Placement]]:
@@ -321,11 +337,6 @@ def _sums(types: Sequence[TensorType]) -> Iterator[tuple[Placement, ...]]:
     sets = [*((i,) for i in floats), *(itertools.combinations(floats, 2) if len(floats) <= 4 else ()), tuple(floats)]
     for which in dict.fromkeys(s for s in sets if s):
         yield tuple(PARTIAL if i in which else REPLICATE for i in range(len(types)))
-
-
-def _draws(op: OpOverload, draws: Sequence[Draw] = DRAWS) -> list[Draw]:
-    """The draws that are safe for an op: some kernels of PyTorch's do not check the indices that they are given."""
-    return [replace(d, high=2) for d in draws] if op.namespace in _OWN else list(draws)
 
 
 def _form(places: tuple[Place, ...]) -> Callable[[Local], tuple[fx.Node, ...]]:

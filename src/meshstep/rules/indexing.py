@@ -12,7 +12,17 @@ from torch.distributed.tensor.placement_types import Placement
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, shard
 from .factors import Linear, Rules, alike, dims_of, factor, partials, together
-from .places import Form, can_be_summed, length_of, own_places, read_where, with_row, write_where, zero_where
+from .places import (
+    Form,
+    can_be_summed,
+    length_of,
+    on_first_rank,
+    own_places,
+    read_where,
+    with_row,
+    write_where,
+    zero_where,
+)
 from .rule import Entry, Local, OpCall, Rule, Table
 
 aten = torch.ops.aten
@@ -54,7 +64,13 @@ def scatter_add(call: OpCall) -> Iterator[Rule]:
     self, index, src = call.tensors
     dim = _looked_up(call)
     if self.ndim and index.shape[dim] == src.shape[dim]:
-        yield Rule((PARTIAL, shard(dim), shard(dim)), (PARTIAL,))
+        yield from _added(Rule((PARTIAL, shard(dim), shard(dim)), (PARTIAL,)))
+
+
+def _added(rule: Rule) -> Iterator[Rule]:
+    """Where each rank adds its own to a sum; what it is added to may also be whole: then the first rank has it."""
+    yield rule
+    yield Rule((REPLICATE, *rule.inputs[1:]), rule.outputs, on_first_rank)
 
 
 def _equal_dims(call: OpCall) -> Iterator[Rule]:
@@ -113,7 +129,7 @@ def index_add(call: OpCall) -> Iterator[Rule]:
     """As `index_write`; where the ranks hold different things to add, the result is a sum."""
     yield from index_write(call)
     if call["index"].ndim and call.tensors[0].ndim:
-        yield Rule((PARTIAL, shard(0), shard(_looked_up(call))), (PARTIAL,))
+        yield from _added(Rule((PARTIAL, shard(0), shard(_looked_up(call))), (PARTIAL,)))
 
 
 def _other_dims(call: OpCall) -> Iterator[Rule]:
@@ -172,7 +188,7 @@ def index_put(call: OpCall) -> Iterator[Rule]:
             yield Rule(_placed(call, indexed, None, self=shard(dim), values=to), (shard(dim),))
         for dim in range(len(indexed.shape) if call["accumulate"] else 0):
             to = indexed.start + dim
-            yield Rule(_placed(call, indexed, dim, self=PARTIAL, values=to), (PARTIAL,))
+            yield from _added(Rule(_placed(call, indexed, dim, self=PARTIAL, values=to), (PARTIAL,)))
         for dim in _indexed_dims(call):
             yield Rule(_placed(call, indexed, None, self=shard(dim)), (shard(dim),), _put_own(dim))
     yield from partials(call, _written(call))

@@ -86,3 +86,10 @@ def with_row(local: Local, x: fx.Node, dim: int) -> fx.Node:
     """One more row of zeros at the end of a dim."""
     after = x.meta["type"].ndim - 1 - dim
     return local.emit(aten.constant_pad_nd.default, x, [0, 0] * after + [0, 1])
+
+
+def on_first_rank(local: Local) -> tuple[fx.Node, ...]:
+    """The op, with zero in place of `self` on all ranks but the first."""
+    x = local["self"]
+    rank = local.emit(axis_index, local.axis, torch.device(x.meta["type"].device))
+    return (local.again(self=local.emit(aten.masked_fill.Scalar, x, local.emit(aten.ne.Scalar, rank, 0), 0)),)

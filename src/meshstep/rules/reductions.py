@@ -101,8 +101,13 @@ def _order(arguments: Mapping[str, Any]) -> Any:
 
 
 def _euclidean(local: Local, norm: fx.Node) -> fx.Node:
-    squares = local.emit(aten.mul.Tensor, norm, norm)
-    return local.emit(aten.sqrt.default, local.emit(collectives.all_reduce, squares, "sum", local.axis))
+    """In float32 at least: the square of a norm of half precision may not be representable."""
+    dtype = norm.meta["type"].dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = local.emit(aten._to_copy.default, norm, dtype=torch.float32) if half else norm
+    squares = local.emit(aten.mul.Tensor, wide, wide)
+    root = local.emit(aten.sqrt.default, local.emit(collectives.all_reduce, squares, "sum", local.axis))
+    return local.emit(aten._to_copy.default, root, dtype=dtype) if half else root
 
 
 def _all_reduced(op: str, local: Local, norm: fx.Node) -> fx.Node:

@@ -68,7 +68,7 @@ class Coverage:
                 *(f"  {finding}" for finding in self.findings),
             ]
         lines.append(f"discovered   {sum(n for _, n in self.cached)} rules of {len(self.cached)} patterns in the cache")
-        lines += [f"  {count:3}  {pattern}" for pattern, count in self.cached]
+        lines += [f"  {count:3}  {pattern.split(' of ')[0]}" for pattern, count in self.cached]
         return "\n".join(lines)
 
 

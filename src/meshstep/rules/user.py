@@ -200,13 +200,20 @@ class Checked:
 
     def _hint(self, made: Rule, small: Small) -> str:
         """What these inputs give, if anything."""
+        tied = tuple(place for place, _ in small.tied)
         try:
-            outputs = Experiment(self.op, small, Clock(1.0), DRAWS).holds(made.inputs)
-        except (UnfitError, OutOfTimeError, AssertionError):
-            outputs = None
-        if outputs is None:
-            return f"leave the rule out: these inputs give no outputs that are placed; {_BELIEVE}"
-        return f"{_text(Rule(made.inputs, outputs))}, which holds; {_BELIEVE}"
+            experiment = Experiment(self.op, small, Clock(1.0), DRAWS)
+            outputs = experiment.holds(made.inputs)
+            shared = experiment.holds(made.inputs, tied) if tied and outputs is None else None
+        except (UnfitError, OutOfTimeError):
+            outputs = shared = None
+        if outputs is not None:
+            return f"{_text(Rule(made.inputs, outputs))}, which holds; {_BELIEVE}"
+        if shared is not None:
+            names = ", ".join(dict.fromkeys(name for name, _ in tied))
+            right = _text(Rule(made.inputs, shared))
+            return f"localize=..., by which each rank gets its share of {names}: so {right} holds"
+        return f"leave the rule out: these inputs give no outputs that are placed; {_BELIEVE}"
 
     def _at(self, call: OpCall) -> str:
         types = ", ".join(map(str, call.tensors))

@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.lower import kept_results
 from .backends import Runner
-from .simulate import gather, run_ranks, scatter
+from .simulate import gather, run_ranks, scatter, without_autocast
 
 Wrap = Callable[[Tensor, Layout], Any]
 
@@ -49,7 +49,7 @@ class LocalExecutor:
         Returns:
             What the user's function returns.
         """
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             found = self._run(*inputs)
         results = dict(zip(self._kept, found, strict=True))
         _finish(self._captured, leaves, results)

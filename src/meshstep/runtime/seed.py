@@ -25,13 +25,13 @@ class Seed:
         self._topic = topic
         self._initial: int | None = None
         self._agreed: int | None = None
-        self._step, self._epoch = -1, 0
+        self._step, self._epoch, self._drawn = -1, 0, False
 
     def begin(self) -> None:
         """A call of the step begins."""
         initial = torch.initial_seed()
-        if initial != self._initial:
-            self._initial, self._agreed, self._step = initial, None, -1
+        if initial != self._initial or (self._drawn and _is_fresh(initial)):
+            self._initial, self._agreed, self._step, self._drawn = initial, None, -1, False
         self._step += 1
 
     def now(self, device: torch.device) -> Tensor:
@@ -42,6 +42,9 @@ class Seed:
         """
         if self._agreed is None:
             self._agreed = self._agree()
+        if not self._drawn:  # as the plain step would: so a later manual_seed is seen, also of the same seed
+            torch.rand(())
+            self._drawn = True
         return torch.tensor([self._agreed, self._step], dtype=torch.int64, device=device)
 
     def _agree(self) -> int:
@@ -59,3 +62,8 @@ class Seed:
                 hint="call torch.manual_seed at the same step on all ranks",
             )
         return int(said[0] or "")
+
+
+def _is_fresh(seed: int) -> bool:
+    """Whether nothing was drawn since torch's generator was seeded."""
+    return torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import tensor_hooks
 from ..capture.capture import Captured
 from ..capture.places import GradientPlace
 from ..capture.state import frozen_hyperparameters
 from ..capture.tree import Spec
 from ..ir.program import SlotKind
 from ..ir.types import TensorType
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +29,18 @@ class Signature:
         spec: Structure of the arguments.
         names: Path of each leaf.
         leaves: What is compared of each leaf.
-        grad_enabled: Whether gradients were enabled around the call.
+        surroundings: What around the call changes what it computes: gradients, default dtype, autocast.
     """
 
     spec: Spec
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
-    grad_enabled: bool
+    surroundings: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, spec: Spec, names: Sequence[str], leaves: Sequence[Any]) -> Signature:
         """The signature of a call."""
-        return cls(spec, tuple(names), tuple(map(_compared, leaves)), torch.is_grad_enabled())
+        return cls(spec, tuple(names), tuple(map(_compared, leaves)), _surroundings())
 
     def difference(self, other: Signature) -> str:
         """What differs, for the log."""
@@ -46,7 +49,8 @@ class Signature:
         for name, ours, theirs in zip(self.names, self.leaves, other.leaves, strict=True):
             if ours != theirs:
                 return f"argument {name} was {_text(theirs)}, is {_text(ours)}"
-        return "gradients are enabled" if self.grad_enabled else "gradients are disabled"
+        changed = [name for ours, (name, _) in zip(self.surroundings, other.surroundings, strict=True) if ours[1] != _]
+        return f"{', '.join(changed)} differ{'s' if len(changed) == 1 else ''}"
 
 
 def _compared(leaf: Any) -> Any:
@@ -62,7 +66,19 @@ def _value(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         return _Same(leaf)
-    return (type(leaf), leaf)
+    return (type(leaf), leaf, repr(leaf) if isinstance(leaf, (float, complex)) else "")  # 0.0 and -0.0 differ
+
+
+def _surroundings() -> tuple[tuple[str, Any], ...]:
+    return (
+        ("whether gradients are enabled", torch.is_grad_enabled()),
+        ("the default dtype", torch.get_default_dtype()),
+        ("autocast", tuple(_autocast(device) for device in AUTOCAST_DEVICES)),
+    )
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +111,10 @@ class Guards:
     def __init__(self, captured: Captured) -> None:
         """Note what must stay as it is."""
         state = captured.state
-        self._attributes = captured.attributes
+        self._attributes, self._truths = captured.attributes, captured.truths
+        self._hooks = [(held.tensor, tensor_hooks(held.tensor)) for held in state.parameters()]
+        index_of = {id(held.tensor): captured.program.slots.index(held.slot) for held in state.held}
+        self._tables = [_Table.of(module, index_of) for module in state.submodules()]
         self._modes = [(module, module.training) for module in state.submodules()]
         self._numbers = [(optimizer, frozen_hyperparameters(optimizer)) for _, optimizer in state.optimizers]
         self._entries = [(optimizer, _count(optimizer)) for _, optimizer in state.optimizers]
@@ -115,6 +134,12 @@ class Guards:
         for optimizer, numbers in self._numbers:
             if frozen_hyperparameters(optimizer) != numbers:
                 return f"{type(optimizer).__name__} has other hyper-parameters"
+        for number, nonzero in self._truths:
+            if bool(number.value() != 0) is not nonzero:
+                return f"{type(number.optimizer).__name__}'s {number.key} is {'0' if nonzero else 'no longer 0'}"
+        for tensor, hooks in self._hooks:
+            if tensor_hooks(tensor) != hooks:
+                return "a parameter has other hooks"
         changed = self._attributes.difference()
         if changed is not None:
             return changed
@@ -139,7 +164,44 @@ class Guards:
                 seen[i] = tensor
             if tensor.requires_grad is not want[1]:
                 return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"
-        return tensors
+        for table in self._tables:
+            reason = table.difference(tensors)
+            if reason:
+                return reason
+        held = [id(tensor) for tensor, want in zip(tensors, wanted, strict=True) if want is not None]
+        return tensors if len(set(held)) == len(held) else "two tensors of the state are one now"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """Which tensor each entry of a module's parameters and buffers is: those that are tied are one, some are None.
+
+    Args:
+        module: The module.
+        sizes: How many parameters and how many buffers it has.
+        others: Table, name and slot of each entry; None for one that is None.
+    """
+
+    module: nn.Module
+    sizes: tuple[int, int]
+    others: tuple[tuple[dict[str, Any], str, int | None], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, index_of: dict[int, int]) -> _Table:
+        """Note the entries as they are."""
+        tables: Any = (module._parameters, module._buffers)
+        entries = [(table, name, tensor) for table in tables for name, tensor in table.items()]
+        others = tuple((table, name, None if t is None else index_of[id(t)]) for table, name, t in entries)
+        return cls(module, (len(tables[0]), len(tables[1])), others)
+
+    def difference(self, tensors: list[Tensor]) -> str | None:
+        """What is not as it was; None if nothing."""
+        if (len(self.module._parameters), len(self.module._buffers)) != self.sizes:
+            return f"{type(self.module).__name__} has other parameters or buffers"
+        for table, name, index in self.others:
+            if table.get(name) is not (None if index is None else tensors[index]):
+                return f"{type(self.module).__name__}.{name} is tied to another tensor, or no longer None"
+        return None
 
 
 def _count(optimizer: Optimizer) -> int:

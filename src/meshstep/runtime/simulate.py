@@ -5,8 +5,9 @@ The oracle: no process group, no lowering, no backend; every rank computes its o
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -42,7 +43,7 @@ def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list
     ranks = range(program.mesh.size)
     values: dict[fx.Node, list[Any]] = {}
     last = _last_uses(program)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         for position, node in enumerate(program.placeholders):
             values[node] = [inputs[rank][position] for rank in ranks]
         for node in program.graph.nodes:
@@ -52,6 +53,19 @@ def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list
                     del values[done]
     outputs: Any = program.output_node.args[0]
     return [[values[node][rank] for node in outputs] for rank in ranks]
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """A program has the casts that autocast made while it was captured: none are made again while it runs."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return contextlib.nullcontext()
+    return _autocast_off()
+
+
+@contextlib.contextmanager
+def _autocast_off() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def scatter(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:

@@ -51,10 +51,25 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
+class Convolutional(nn.Module):
+    """Tokens, a convolution, and batch statistics: it has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.mix = nn.Sequential(nn.Conv1d(32, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mix(self.embed(x).transpose(1, 2)).transpose(1, 2))
+
+
 def train_against_plain(backend: str, steps: int, kind: str = "adamw") -> dict[str, Any]:
     """Train on all ranks and, on each rank alone, plainly on the global batch; the differences."""
     torch.manual_seed(7)
-    model = GPT(width=32, layers=2, heads=4, context=16, vocab=64).double()
+    model: nn.Module = GPT(width=32, layers=2, heads=4, context=16, vocab=64)
+    if kind == "convnet":
+        model = Convolutional()
+    model.double()
     if kind == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     else:
@@ -120,6 +135,29 @@ def too_large_mesh() -> str:
     try:
         step(torch.ones(4))
     except ms.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def other_weights() -> str:
+    """Every rank has made its model from another seed."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 2)
+    step = ms.compile(backend="eager")(lambda model, x: model(x).sum())
+    try:
+        step(model, torch.ones(4, 4))
+    except ms.RankMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def sharded_state() -> str:
+    """A plan that shards state."""
+    model = nn.Linear(4, 2)
+    step = ms.compile(plan=ms.plans.fsdp(), backend="eager")(lambda model, x: model(x).sum())
+    try:
+        step(model, torch.ones(4, 4))
+    except ms.PlanError as error:
         return str(error)
     return "no error"
 

@@ -7,7 +7,7 @@ import rank_jobs
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "convnet"])
 def test_twenty_steps_equal_the_plain_run(pools, size, kind):
     for found in pools(size).run(rank_jobs.train_against_plain, "eager", 20, kind):
         assert found["loss"] < 1e-10
@@ -50,6 +50,14 @@ def test_another_program_is_refused_with_its_first_line(pools):
     assert first == second
     assert first.splitlines()[0] == "ranks 0 and 1 would run different programs"
     assert "mul" in first
+
+
+def test_other_first_weights_are_refused(pools):
+    first, second = pools(2).run(rank_jobs.other_weights)
+    assert first == second
+    assert first.splitlines()[0] == "ranks 0 and 1 start from different values"
+    assert "parameter weight" in first
+    assert "torch.manual_seed" in first
 
 
 def test_a_mesh_of_other_size_is_refused(pools):

@@ -15,9 +15,9 @@ import torch
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
 from .capture.capture import Captured, capture
 from .capture.source import name_of
-from .errors import InputError
-from .ir.program import Program
-from .layout import Layout
+from .errors import InputError, PlanError
+from .ir.program import STATE_KINDS, Program
+from .layout import Layout, shard_dim
 from .lowered import Lowered
 from .mesh import Mesh
 from .passes import Pipeline, lower
@@ -25,7 +25,7 @@ from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
 from .plan.plan import Plan
-from .runtime.agreement import agree_on_call, agree_on_program
+from .runtime.agreement import agree_on_call, agree_on_program, agree_on_state
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
@@ -194,7 +194,11 @@ class CompiledStep(Step):
         agree_on_call(f"{self._topic}/{self.cache_info().misses}", call.names, call.leaves, reason)
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
-        agree_on_program(f"{self._topic}/{self.cache_info().misses}", local)
+        _check_whole(local)
+        topic = f"{self._topic}/{self.cache_info().misses}"
+        agree_on_program(topic, local)
+        if self.cache_info().misses == 0:
+            agree_on_state(topic, [(slot, node.meta["layout"]) for slot, node in local.inputs], inputs)
         device = next((t.device.type for t in inputs), "cpu")
         module = lower(local, axis_groups(local.mesh, device))
         cold = captured.creates_state and self._options.backend == "inductor"  # runs once: not worth compiling
@@ -223,6 +227,18 @@ class SimulatedStep(Step):
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
+
+
+def _check_whole(local: Program) -> None:
+    """Refuse state that lies in shards: it would have to be DTensors on the user's module."""
+    for slot, node in local.inputs:
+        layout = node.meta["layout"]
+        if slot.kind in STATE_KINDS and any(shard_dim(placement) is not None for _, placement in layout.placements):
+            raise PlanError(
+                "a plan that shards state, on real ranks",
+                at=f"{slot}: {layout}",
+                hint="plans.data_parallel(); zero and fsdp run in simulate, verify and lower so far",
+            )
 
 
 def _as_it_is(value: Any, layout: Layout) -> Any:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..errors import InputError, RankMismatchError
 from ..ir.printer import program_text
-from ..ir.program import Program
+from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
 from ..ir.types import TensorType
+from ..layout import Layout
 from .cache import FIRST_CALL
-from .world import exchange
+from .world import exchange, world
 
 FIRST_CALL_S, LATER_CALL_S = 300.0, 20.0  # ranks start apart; later all are in the same step
 
@@ -54,6 +55,49 @@ def agree_on_call(topic: str, names: Sequence[str], leaves: Sequence[Any], reaso
                 at=f"argument {name}  ({text})",
                 hint="equally many rows and the same dtype on every rank: drop or pad the last rows of the data set",
             )
+
+
+def agree_on_state(topic: str, slots: Sequence[tuple[Slot, Layout]], inputs: Sequence[Tensor]) -> None:
+    """See that all ranks start from the same values where state is replicated.
+
+    Compares two sums over each tensor: a difference is found, which element it is is not said.
+
+    Args:
+        topic: Of this step and compilation, the same on all ranks.
+        slots: The inputs of the program with their layouts.
+        inputs: Their tensors on this rank.
+
+    Raises:
+        RankMismatchError: They do not; names the first such tensor.
+    """
+    compared = (*STATE_KINDS, SlotKind.HYPERPARAMETER)
+    whole = [
+        (str(slot), tensor)
+        for (slot, layout), tensor in zip(slots, inputs, strict=True)
+        if slot.kind in compared and all(placement.is_replicate() for _, placement in layout.placements)
+    ]
+    if not whole or world().size == 1:
+        return
+    with torch.no_grad():
+        sums = torch.stack([_sums(tensor) for _, tensor in whole]).tolist()
+    ours = {name: [value.hex() for value in pair] for (name, _), pair in zip(whole, sums, strict=True)}
+    heard = [json.loads(said or "{}") for said in exchange(f"{topic}/state", json.dumps(ours), FIRST_CALL_S)]
+    for name in ours:
+        other = next((rank for rank, values in enumerate(heard) if values.get(name) != heard[0].get(name)), None)
+        if other is not None:
+            raise RankMismatchError(
+                f"ranks 0 and {other} start from different values",
+                at=f"{topic.split('/')[0]}: {name}",
+                hint="torch.manual_seed with one seed on all ranks before the model is made, or load one checkpoint",
+            )
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """The sum, and that of the values times their places, which sees a permutation: f64[2] on the CPU."""
+    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    wide = flat.double()
+    places = torch.arange(len(wide), dtype=torch.float64, device=wide.device)
+    return torch.stack([wide.sum(), wide @ places]).cpu()
 
 
 def agree_on_program(topic: str, program: Program) -> None:

@@ -185,7 +185,8 @@ def test_lower_needs_no_process_group_and_is_quick_for_a_thousand_ranks():
     assert not torch.distributed.is_initialized()
     assert "i64[4096/1024, 64]" in lowered.as_text()
     assert lowered.fallbacks == ()
-    assert len(lowered.communication) == 2
+    assert sum(c.count for c in lowered.communication) == len(list(model.parameters())) + 2
+    assert len(lowered.communication) == 6  # 4.06 MiB of gradients in buckets of 1 MiB, and the count of tokens
 
 
 def test_lower_shows_every_stage_and_changes_nothing():

@@ -20,7 +20,7 @@ from .ir.program import STATE_KINDS, Program
 from .layout import Layout, shard_dim
 from .lowered import Lowered
 from .mesh import Mesh
-from .passes import Pipeline, lower
+from .passes import DEFAULT, EAGER, Pipeline, lower
 from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
@@ -162,7 +162,7 @@ class Step(ABC):
             self.plan,
             lambda axis: placements_along(axis, call.names, layouts),
             whole_outputs=self._options.outputs == "full",
-            passes=self._options.passes,
+            passes=self._options.passes or (EAGER if self._options.backend == "eager" else DEFAULT),
         )
         return captured, local, plan
 

@@ -69,7 +69,8 @@ def compare(
         steps: Number of steps, at least 1.
         dtype: Floating-point tensors are brought to it first; None leaves them.
     """
-    ours, theirs = _Side(make_args(0), dtype), _Side(make_args(0), dtype)
+    start = make_args(0)  # once: it may draw its batch at random
+    ours, theirs = _Side(start, dtype), _Side(start, dtype)
     if steps < 1:
         raise InputError(f"{steps} steps", at="verify(steps=...)", hint="at least 1")
     seed = Seed(None)

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from op_sweep import BY_DESIGN, Watched, all_ops, name_of, sweep
 from torch import Tensor
 
 import meshstep as ms
 from meshstep.api import Options
 from meshstep.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshstep.layout import REPLICATE, Layout, shard
-
-pytest.importorskip("expecttest")  # OpInfo imports it
-
-from op_sweep import BY_DESIGN, Watched, all_ops, name_of, sweep
 
 EVERY = 7  # of the ops in the order of the database
 ALWAYS = (

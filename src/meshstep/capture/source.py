@@ -71,11 +71,6 @@ def _running_optimizer() -> str | None:
     return None
 
 
-def is_user_frame(filename: str) -> bool:
-    """Whether code of this file is the user's."""
-    return _is_users(filename)
-
-
 @lru_cache(maxsize=4096)
 def _is_users(filename: str) -> bool:
     if filename.startswith("<") or filename == contextlib.__file__:

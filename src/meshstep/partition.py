@@ -7,6 +7,7 @@ inner axis first: the second application sees an ordinary program with smaller s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -121,8 +122,11 @@ class _Partition:
         assert rule.local is not None
         form = Local(self.graph, self.calls.call(node), arguments, self.axis, self.size, node.meta["source"])
         types, layouts = node.meta["type"], node.meta["layout"]
-        several = isinstance(types, tuple)
-        for index, new in enumerate(rule.local(form)):
+        several, before = isinstance(types, tuple), len(self.graph.nodes)
+        outputs = rule.local(form)
+        for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+            new.meta.update(module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
+        for index, new in enumerate(outputs):
             placement = rule.outputs[index]
             want = self._local_type(types[index] if several else types, placement)
             if new.meta["type"] != want:
@@ -161,7 +165,9 @@ class _Partition:
             layout=self._layout(node.meta["layout"], want),
             source=node.meta["source"],
         )
-        new.meta["why"] = why
+        new.meta.update(why=why, module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
+        if op is collectives.all_gather and producer(node) in self.decision.regather:
+            new.meta["regather"] = True
         return new
 
     def _local_type(self, type_: TensorType | None, placement: Placement | None) -> Any:

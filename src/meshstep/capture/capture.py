@@ -228,8 +228,19 @@ class _Capture:
         return arguments
 
     def _trace(self, invoke: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
-        with compiling(), torch.autograd.set_multithreading_enabled(False), LiveNumbers(), self.mode, self.tracer:
+        with (
+            compiling(),
+            torch.autograd.set_multithreading_enabled(False),
+            self.tracer.noting_modules(self._path),
+            LiveNumbers(),
+            self.mode,
+            self.tracer,
+        ):
             return invoke(arguments)
+
+    def _path(self, module: nn.Module) -> str:
+        """The path of a module, as the names of its parameters begin; "" for the root and for one that is unknown."""
+        return self.state.names.get(id(module), "").removesuffix(".")
 
     @contextlib.contextmanager
     def _noting_steps(self) -> Iterator[None]:

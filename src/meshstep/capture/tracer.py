@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import (
     DataDependentOutputException,
@@ -87,8 +88,9 @@ class Tracer(TorchDispatchMode):
         self._alive: list[Tensor] = []  # ids stay unique as long as their tensors live
         self._draws = Draws(name)
         self.seeds: dict[Slot, tuple[torch.device, Tensor]] = {}
-        self._forward_lines: dict[int, str] = {}
-        self._line = ""
+        self._forward: dict[int, tuple[str, str]] = {}
+        self._line, self._module, self._in_backward = "", "", False
+        self._entered: list[str] = []
 
     def placeholder(self, slot: Slot, tensor: Tensor) -> fx.Node:
         """Declare a fake tensor to be an input."""
@@ -116,7 +118,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run one op below autograd and record it."""
         kwargs = kwargs or {}
-        self._line = self._where()
+        self._line, self._module, self._in_backward = self._where()
         if func.namespace in ("profiler", "prim"):  # no computation
             return func(*args, **kwargs)
         if func in _TO_PYTHON and (truth := self._truth(args[0])) is not None:
@@ -313,6 +315,7 @@ class Tracer(TorchDispatchMode):
             return part(self.graph, *args)
         type_ = infer(op, args, kwargs) if type_ is None else type_
         node = call(self.graph, op, args, kwargs, type=type_, source=self._line)
+        node.meta.update(module=self._module, backward=self._in_backward)
         self._first = self._first or node
         return node
 
@@ -372,15 +375,30 @@ class Tracer(TorchDispatchMode):
         self._slot_of[node], self._types[slot] = slot, type_
         return node
 
-    def _where(self) -> str:
-        """The user's line of the op that runs; a backward op has the line of its forward op."""
+    def _where(self) -> tuple[str, str, bool]:
+        """The user's line and module of the op that runs, those of its forward op for a backward op; whether it is one."""
         running = running_sequence_number()
-        if running is not None and running in self._forward_lines:
-            return self._forward_lines[running]
-        line = user_line()
+        if running is not None and running in self._forward:
+            return *self._forward[running], True
+        here = user_line(), self._entered[-1] if self._entered else ""
         if running is None and torch.is_grad_enabled():
-            self._forward_lines.setdefault(next_sequence_number() - 1, line)
-        return line
+            self._forward.setdefault(next_sequence_number() - 1, here)
+        return *here, running is not None
+
+    @contextlib.contextmanager
+    def noting_modules(self, name_of: Callable[[nn.Module], str]) -> Iterator[None]:
+        """Write down, with every op inside, the module in whose `forward` it runs."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._entered.append(name_of(module))
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._entered.pop()
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            yield
 
 
 def _shares_memory(out: Any, args: tuple) -> bool:

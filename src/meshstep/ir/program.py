@@ -6,6 +6,10 @@ Every node of the graph carries in `node.meta`:
                the shape is one rank's
     "layout"   Layout over the axes partitioned so far, or a tuple of them
     "source"   `file.py:line` of the user's code that made it, "" if unknown
+    "module"   path of the user's module in whose `forward` it was made, "" if in none; a backward op has that of its
+               forward op
+    "backward" whether it was made during a backward
+    "regather" for an all_gather: what it gathers is kept in shards and may be gathered again instead of being held
     "why"      for a collective: which value and consumer disagreed
 """
 

@@ -20,9 +20,11 @@ class Decision:
         inputs: Placement of each slot.
         outputs: Placement of each result.
         rules: The rule of each call.
+        regather: Values that are kept in shards, and gathered anew for the backward instead of being held.
     """
 
     axis: str
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     rules: Mapping[fx.Node, Rule]
+    regather: frozenset[tuple[fx.Node, int]] = frozenset()

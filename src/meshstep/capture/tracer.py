@@ -376,7 +376,7 @@ class Tracer(TorchDispatchMode):
         return node
 
     def _where(self) -> tuple[str, str, bool]:
-        """The user's line and module of the op that runs, those of its forward op for a backward op; whether it is one."""
+        """The line and module of the op that runs, those of its forward op for a backward op; whether it is one."""
         running = running_sequence_number()
         if running is not None and running in self._forward:
             return *self._forward[running], True

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .capture.tree import Spec, flatten, paths, unflatten
 from .errors import InputError, LayoutError
 from .ir.program import Slot, SlotKind
-from .layout import REPLICATE, Layout, shard
+from .layout import REPLICATE, Layout, shard, shard_dim
 from .mesh import Mesh
 from .plan.plan import Plan
 
@@ -81,7 +81,7 @@ def argument_layouts(
         InputError: `inputs` names no argument.
     """
     _check_names(call, inputs or {})
-    batch = [axis for axis in plan.batch_axes() if mesh[axis] > 1]
+    batch = {axis: dim for axis, dim in plan.batch_dims().items() if mesh[axis] > 1}
     layouts = [
         _layout(leaf, name, mesh, batch, inputs or {}) for leaf, name in zip(call.leaves, call.names, strict=True)
     ]
@@ -101,7 +101,7 @@ def placements_along(axis: str, names: Sequence[str], layouts: Sequence[Layout |
     }
 
 
-def _layout(leaf: Any, name: str, mesh: Mesh, batch: Sequence[str], inputs: Inputs) -> Layout | None:
+def _layout(leaf: Any, name: str, mesh: Mesh, batch: Mapping[str, int], inputs: Inputs) -> Layout | None:
     if not isinstance(leaf, Tensor):
         return None
     if isinstance(leaf, DTensor):
@@ -116,15 +116,33 @@ def _layout(leaf: Any, name: str, mesh: Mesh, batch: Sequence[str], inputs: Inpu
         )
     if isinstance(said, Layout):
         return Layout(tuple((axis, said[axis]) for axis in mesh.axes))
-    rows = said if said is not None else shard(0) if leaf.ndim and not isinstance(leaf, nn.Parameter) else REPLICATE
-    return Layout(tuple((axis, rows if axis in batch else REPLICATE) for axis in mesh.axes))
+    return Layout(tuple((axis, _rows(leaf, batch.get(axis), said)) for axis in mesh.axes))
+
+
+def _rows(leaf: Tensor, dim: int | None, said: Placement | None) -> Placement:
+    """How an argument lies along an axis that splits `dim` of the batch."""
+    if dim is None:
+        return REPLICATE
+    if said is not None:
+        return said
+    return shard(dim) if leaf.ndim > dim and not isinstance(leaf, nn.Parameter) else REPLICATE
 
 
 def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh) -> Layout | None:
-    if layout is None or all(size % layout.splits(dim, mesh) == 0 for dim, size in enumerate(leaf.shape)):
-        return layout
-    log.warning("argument %s of shape %s does not divide over %s: computed replicated", name, list(leaf.shape), mesh)
-    return Layout(tuple((axis, REPLICATE) for axis, _ in layout.placements))
+    """The layout, whole along each axis over which a dim does not divide."""
+    if layout is None:
+        return None
+    even = Layout()
+    for axis, placement in layout.placements:
+        more, dim = even.extended(axis, placement), shard_dim(placement)
+        divides = dim is None or dim >= leaf.ndim or leaf.shape[dim] % more.splits(dim, mesh) == 0
+        even = more if divides else even.extended(axis, REPLICATE)
+        if not divides:
+            log.warning(
+                "argument %s of shape %s does not divide over axis %r of %s: computed replicated",
+                name, list(leaf.shape), axis, mesh,
+            )  # fmt: skip
+    return even
 
 
 def _prefixes(name: str) -> list[str]:

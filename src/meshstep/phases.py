@@ -10,8 +10,9 @@ from .ir.program import Program, Slot
 from .ir.verifier import verify_program
 from .partition import partition
 from .passes import DEFAULT, Pipeline
-from .plan.decide import decide, decided
+from .plan.decide import decide
 from .plan.plan import Plan
+from .plan.state import named_placements
 
 Placements = Callable[[str], Mapping[Slot, Placement]]  # of the arguments along an axis
 
@@ -43,10 +44,10 @@ def local_program(
         PlanError: The plan does not fit the mesh or the program.
     """
     plan.check(program.mesh)
-    plans = []
+    named, plans = named_placements(program, plan), []
     for axis in program.mesh.axes:
-        decision = decide(program, plan[axis], placements(axis), whole_outputs=whole_outputs)
-        plans.append(decided(plan[axis], decision))
+        decision, decided = decide(program, plan[axis], placements(axis), named=named, whole_outputs=whole_outputs)
+        plans.append(decided)
         program = partition(program, decision)
     verify_program(program, by="partition")
     return (passes or DEFAULT)(program), Plan(tuple(plans))

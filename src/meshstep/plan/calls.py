@@ -18,7 +18,7 @@ class Calls:
         size: Number of ranks along the axis.
     """
 
-    def __init__(self, program: Program, size: int) -> None:
+    def __init__(self, program: Program, size: int, blocks: frozenset[int] = frozenset()) -> None:
         """Look nothing up yet."""
         self.program, self.size = program, size
         self._call_of: dict[fx.Node, OpCall] = {}

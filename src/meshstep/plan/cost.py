@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
+from ..ir.collectives import COLLECTIVES, SENDS_NOTHING, all_reduce
 from ..ir.types import TensorType
 from ..layout import REPLICATE, shard_dim
 
@@ -55,7 +56,10 @@ class Hardware:
     def computation(
         self, op: object, inputs: Sequence[TensorType], outputs: Sequence[TensorType | None], shrink: int
     ) -> float:
-        """Time of one op on 1/`shrink` of its work."""
+        """Time of one op on 1/`shrink` of its work; of a collective along another axis too."""
+        if op in COLLECTIVES and op not in SENDS_NOTHING:
+            sent = max(t.nbytes for t in (*inputs, *outputs) if t is not None) / shrink
+            return self.latency + (2 if op is all_reduce else 1) * sent / self.link
         moved = sum(t.nbytes for t in (*inputs, *outputs) if t is not None)
         work = 2 * outputs[0].numel * inputs[-1].shape[-2] if op in _MATMULS and outputs[0] else 0
         return max(moved / self.memory, work / self.flops) / shrink

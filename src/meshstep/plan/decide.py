@@ -8,15 +8,16 @@ from dataclasses import replace
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import Program, Slot, producer
-from ..layout import REPLICATE, shard
+from ..ir.program import STATE_KINDS, Program, Slot, producer
+from ..layout import REPLICATE, blocks, shard
 from .calls import Calls
 from .choose import choose
 from .cost import Hardware
 from .decision import Decision
 from .plan import AxisPlan
-from .propagate import Natural, Open, keep_batch_sharded
-from .state import state_placement
+from .propagate import Natural, Open, keep_sharded
+from .sequence import wanted_placements
+from .state import Named, place_state
 
 
 def decide(
@@ -24,42 +25,48 @@ def decide(
     plan: AxisPlan,
     arguments: Mapping[Slot, Placement],
     *,
+    named: Named | None = None,
     whole_outputs: bool = False,
     hardware: Hardware | None = None,
-) -> Decision:
+) -> tuple[Decision, AxisPlan]:
     """Choose a rule for every call of a program along one axis.
 
     Args:
         program: The program, not yet partitioned along the axis.
         plan: What is decided for the axis.
-        arguments: Placement of each ARGUMENT slot.
+        arguments: Placement of each ARGUMENT slot, and of state that lies already.
+        named: The placements that the plans of axes name; see `named_placements`.
         whole_outputs: Whether user outputs come back whole; else those that are sharded along dim 0 stay so.
         hardware: Gives the times; None is a CPU core with loopback.
+
+    Returns:
+        The decision, and the plan with the placement of all state and every value written down.
 
     Raises:
         PlanError: Nothing fits.
     """
-    size = program.mesh[plan.axis]
-
-    def of_slot(slot: Slot, node: fx.Node) -> Placement:
-        placed = arguments.get(slot)
-        return state_placement(plan, slot, node.meta["type"], size) if placed is None else placed
-
-    inputs = [of_slot(slot, node) for slot, node in program.inputs]
-    calls = Calls(program, size)
-    left = keep_batch_sharded(program, calls, inputs)
+    state = place_state(program, plan, named or {})
+    placed = {**state.placements, **arguments}
+    inputs = [placed.get(slot, REPLICATE) for slot in program.slots]
+    in_play = frozenset(map(blocks, inputs)) - {1}
+    calls = Calls(program, program.mesh[plan.axis], in_play)
+    wanted = wanted_placements(program, plan, calls)
+    left = keep_sharded(program, calls, inputs, pinned=plan.in_place, wanted=wanted)
     outputs = [
-        of_slot(result.slot, node) if result.slot else _user_output(left, node, whole_outputs)
+        placed.get(result.slot, REPLICATE) if result.slot else _user_output(left, node, plan, whole_outputs)
         for result, node in program.outputs
     ]
-    return choose(program, plan.axis, calls, left.rules, inputs, outputs, hardware or Hardware())
+    found = choose(program, plan.axis, calls, left.rules, inputs, outputs, hardware or Hardware())
+    if plan.regather:
+        found = replace(found, regather=left.stored())
+    values = tuple((node.name, rule.outputs) for node, rule in found.rules.items())
+    lies = tuple((str(slot), placement) for slot, placement in placed.items() if slot.kind in STATE_KINDS)
+    return found, replace(plan, values=values, state=lies, whole=state.whole)
 
 
-def decided(plan: AxisPlan, decision: Decision) -> AxisPlan:
-    """The plan with the placement of every value written down."""
-    return replace(plan, values=tuple((node.name, rule.outputs) for node, rule in decision.rules.items()))
-
-
-def _user_output(left: Open, node: fx.Node, whole: bool) -> Placement:
-    natural = left.natural[producer(node)]
-    return shard(0) if natural == Natural(shard(0)) and not whole else REPLICATE
+def _user_output(left: Open, node: fx.Node, plan: AxisPlan, whole: bool) -> Placement:
+    """What a rank returns: its rows of what is sharded like the batch, else all."""
+    if plan.batch_dim is None or whole:
+        return REPLICATE
+    rows = shard(plan.batch_dim)
+    return rows if left.natural[producer(node)] == Natural(rows) else REPLICATE

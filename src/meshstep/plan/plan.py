@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
-from ..layout import placement_text
+from ..layout import placement_text, shard_dim
 from ..mesh import Mesh
+
+Choice = str | int | Placement  # a style ("colwise"), a ZeRO stage, or the placement itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +21,42 @@ class AxisPlan:
     Args:
         axis: Name of the mesh axis.
         kind: Name of the plan that it comes from.
-        splits_batch: Whether each rank along the axis has rows of its own.
+        batch_dim: The dim of arguments that is split over the ranks along the axis; None if arguments are whole.
         stage: What of the state is sharded along it: 0 nothing, 1 the optimizer's, 2 gradients too, 3 parameters too.
-        state: Placement of state by fully-qualified name; what is not named lies as `stage` says.
+        patterns: What is said of parameters and modules by name, in `fnmatch` patterns; the first that fits counts.
+        in_place: Whether parameters that `patterns` shard are computed with as they lie, instead of being gathered.
+        min_bytes: Parameters with fewer bytes stay whole, and their state with them.
+        regather: Whether a sharded parameter is gathered again for the backward instead of being held.
+        sequence_dim: The dim that the style "sequence" shards.
+        state: Placement of state by name as a plan's text has it (`parameter fc1.weight`), once it is decided.
+        whole: State that was to be sharded, and of which no dim divides, once it is decided.
         values: Placement of every computed value by its name in the program, once it is decided.
     """
 
     axis: str
     kind: str
-    splits_batch: bool = False
+    batch_dim: int | None = None
     stage: int = 0
+    patterns: tuple[tuple[str, Choice], ...] = ()
+    in_place: bool = False
+    min_bytes: int = 0
+    regather: bool = False
+    sequence_dim: int = 1
     state: tuple[tuple[str, Placement], ...] = ()
+    whole: tuple[str, ...] = ()
     values: tuple[tuple[str, tuple[Placement | None, ...]], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        """One line a named state, after the axis."""
+        """One line for what is said of names, of state that is sharded, and of state that cannot be."""
         lines = [f"{self.kind} on {self.axis}"]
-        lines += [f"  {name}: {placement_text(placement)}" for name, placement in self.state]
+        lines += [f"  {pattern} -> {_choice_text(choice)}" for pattern, choice in self.patterns]
+        lines += [f"  {name}: {placement_text(p)}" for name, p in self.state if shard_dim(p) is not None]
+        lines += [f"  {name}: whole, no dim divides" for name in self.whole]
         return "\n".join(lines)
+
+
+def _choice_text(choice: Choice) -> str:
+    return placement_text(choice) if isinstance(choice, Placement) else str(choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,6 @@ class Plan:
                     hint=f"add a plan for {axis!r} (plan_a + plan_b), or take the axis out of the mesh",
                 )
 
-    def batch_axes(self) -> tuple[str, ...]:
-        """Axes along which every rank has rows of its own."""
-        return tuple(plan.axis for plan in self if plan.splits_batch)
+    def batch_dims(self) -> dict[str, int]:
+        """The dim of arguments that is split along each axis along which every rank has a part of its own."""
+        return {plan.axis: plan.batch_dim for plan in self if plan.batch_dim is not None}

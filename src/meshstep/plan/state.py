@@ -1,33 +1,183 @@
-"""Where a plan puts state."""
+"""Where a plan puts state along its axis."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+
+from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import Slot, SlotKind
+from ..errors import PlanError
+from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
 from ..ir.types import TensorType
-from ..layout import REPLICATE, shard
-from .plan import AxisPlan
+from ..layout import REPLICATE, blocks, placement_text, shard, shard_dim
+from .plan import AxisPlan, Choice, Plan
+from .styles import Styles
 
 _FROM_STAGE = {SlotKind.OPTIMIZER_STATE: 1, SlotKind.GRADIENT: 2, SlotKind.PARAMETER: 3}
+Named = Mapping[str, Mapping[str, Placement]]  # of parameters that are computed with as they lie: by axis, then name
 
 
-def state_placement(plan: AxisPlan, slot: Slot, type_: TensorType, size: int) -> Placement:
-    """Placement of one tensor of state along the plan's axis.
+@dataclass(frozen=True, slots=True)
+class StatePlaces:
+    """The state of a program along one axis.
 
     Args:
-        plan: The plan of the axis.
-        slot: What the tensor is.
-        type_: Its type, whole along the axis.
-        size: Number of ranks along the axis.
-
-    Returns:
-        As the plan names it; else sharded on the first dim that divides evenly, if the plan shards state of that kind;
-        else whole.
+        placements: The placement of every slot of state, existing or new.
+        whole: State that was to be sharded and of which no dim divides.
     """
-    named = dict(plan.state).get(slot.name)
-    if named is not None:
-        return named
-    if size == 1 or plan.stage < _FROM_STAGE.get(slot.kind, 4):
-        return REPLICATE
-    return next((shard(dim) for dim, n in enumerate(type_.shape) if n and n % size == 0), REPLICATE)
+
+    placements: Mapping[Slot, Placement] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+
+
+def named_placements(program: Program, plan: Plan) -> Named:
+    """The placements of parameters that the plans of axes name, of those that are computed with as they lie.
+
+    Args:
+        program: Partitioned along no axis.
+        plan: The plans.
+
+    Raises:
+        PlanError: A pattern fits nothing, or what it says cannot be.
+    """
+    styles, found = Styles(program), dict[str, dict[str, Placement]]()
+    for axis in plan:
+        _check_patterns(program, axis)
+        size, named = program.mesh[axis.axis], dict[str, Placement]()
+        for slot, node in program.inputs:
+            choice = choice_of(axis, slot.name) if slot.kind is SlotKind.PARAMETER and axis.in_place else None
+            if isinstance(choice, Placement):
+                named[slot.name] = _fitting(choice, node.meta["type"], slot, axis, size)
+            elif choice in ("colwise", "rowwise"):
+                named[slot.name] = styles.placement(node, str(choice), slot.name, axis.axis, size)
+        found[axis.axis] = named
+    return found
+
+
+def place_state(program: Program, plan: AxisPlan, named: Named) -> StatePlaces:
+    """The placement of all state along the plan's axis.
+
+    As the plan has decided before; else as it names it; else sharded on the first dim that divides evenly and that no
+    other axis computes with, if the plan shards state of that kind; else whole.
+
+    Args:
+        program: Not yet partitioned along the axis.
+        plan: The plan of the axis.
+        named: See `named_placements`.
+
+    Raises:
+        PlanError: A named placement cannot be.
+    """
+    return _Placing(program, plan, named).run()
+
+
+class _Placing:
+    def __init__(self, program: Program, plan: AxisPlan, named: Named) -> None:
+        self.program, self.plan, self.size = program, plan, program.mesh[plan.axis]
+        self.named = named.get(plan.axis, {})
+        self.others = [places for axis, places in named.items() if axis != plan.axis]
+        self.decided = dict(plan.state)
+        self.types = {slot: node.meta["type"] for slot, node in _state(program)}
+        self.parameters = {slot.name: type_ for slot, type_ in self.types.items() if slot.kind is SlotKind.PARAMETER}
+        self.whole: list[str] = []
+
+    def run(self) -> StatePlaces:
+        placements = {slot: self._place(slot, type_) for slot, type_ in self.types.items()}
+        return StatePlaces(placements, tuple(self.whole))
+
+    def _place(self, slot: Slot, type_: TensorType) -> Placement:
+        decided = self.decided.get(str(slot))
+        if decided is not None:
+            return _fitting(decided, type_, slot, self.plan, self.size)
+        owner = owner_of(slot, self.parameters)
+        if owner is None or self.size == 1:
+            return REPLICATE
+        if owner in self.named:
+            return self.named[owner] if type_.shape == self.parameters[owner].shape else REPLICATE
+        return self._by_stage(slot, type_, owner)
+
+    def _by_stage(self, slot: Slot, type_: TensorType, owner: str) -> Placement:
+        choice = choice_of(self.plan, owner)
+        stage = choice if isinstance(choice, int) else self.plan.stage
+        if stage < _FROM_STAGE.get(slot.kind, 4) or self.parameters[owner].nbytes < self.plan.min_bytes:
+            return REPLICATE
+        if isinstance(choice, Placement):
+            same = type_.shape == self.parameters[owner].shape
+            return _fitting(choice, type_, slot, self.plan, self.size) if same else REPLICATE
+        taken = {shard_dim(places[owner]) for places in self.others if owner in places}
+        fitting = (d for d, n in enumerate(type_.shape) if n and n % self.size == 0 and d not in taken)
+        dim = next(fitting, None)
+        if dim is None and type_.ndim:
+            self.whole.append(str(slot))
+        return REPLICATE if dim is None else shard(dim)
+
+
+def choice_of(plan: AxisPlan, name: str) -> Choice | None:
+    """What a plan says of a parameter or module: the first pattern that fits it, or a module that it is in."""
+    above = _above(name)
+    return next((choice for pattern, choice in plan.patterns if any(fnmatchcase(n, pattern) for n in above)), None)
+
+
+@cache
+def _above(name: str) -> tuple[str, ...]:
+    """`blocks.0.up.weight`, `blocks.0.up`, `blocks.0`, `blocks`."""
+    return (name, *_above(name.rpartition(".")[0])) if "." in name else (name,)
+
+
+def owner_of(slot: Slot, parameters: Mapping[str, TensorType]) -> str | None:
+    """The name of the parameter that a slot of state belongs to, itself for one; None if there is none."""
+    if slot.kind in (SlotKind.PARAMETER, SlotKind.GRADIENT):
+        return slot.name if slot.name in parameters else None
+    if slot.kind is not SlotKind.OPTIMIZER_STATE:
+        return None
+    name = slot.name.rpartition(".")[0]
+    while name and name not in parameters:  # several optimizers: their path comes first
+        name = name.partition(".")[2]
+    return name or None
+
+
+def _state(program: Program) -> Iterator[tuple[Slot, fx.Node]]:
+    """All slots of state, existing ones first, each with a node of its type."""
+    yield from ((slot, node) for slot, node in program.inputs if slot.kind in STATE_KINDS)
+    existing = set(program.slots)
+    for result, node in program.outputs:
+        if result.slot is not None and result.slot not in existing and result.slot.kind in STATE_KINDS:
+            yield result.slot, node
+
+
+def _fitting(placement: Placement, type_: TensorType, slot: Slot, plan: AxisPlan, size: int) -> Placement:
+    dim = shard_dim(placement)
+    if dim is None:
+        return placement
+    if not 0 <= dim < type_.ndim or type_.shape[dim] % (size * blocks(placement)):
+        raise PlanError(
+            f"{placement_text(placement)} of a tensor of shape {list(type_.shape)} over {size} ranks",
+            at=f"{slot}, axis {plan.axis!r}",
+            hint="a dim that divides evenly, or leave it out of the plan: it stays whole",
+        )
+    return placement
+
+
+def _check_patterns(program: Program, plan: AxisPlan) -> None:
+    """See that every pattern fits something.
+
+    Raises:
+        PlanError: One does not; says the nearest name.
+    """
+    parameters = [slot.name for slot in program.slots if slot.kind is SlotKind.PARAMETER]
+    modules = {node.meta.get("module", "") for node in program.calls}
+    known = sorted({above for name in (*parameters, *modules) for above in _above(name)} - {""})
+    for pattern, _ in plan.patterns:
+        if any(fnmatchcase(name, pattern) for name in known):
+            continue
+        near = difflib.get_close_matches(pattern, known, 1, 0.3)
+        raise PlanError(
+            f"the plan names {pattern!r}, and nothing has such a name",
+            at=f"{plan.kind} on axis {plan.axis!r}",
+            hint=repr(near[0]) if near else f"one of {', '.join(map(repr, known[:5]))}",
+        )

@@ -120,7 +120,7 @@ class _Walk:
         if all(value == FREE for value in have):
             return tuple(rules)
         if node.target in BY_OP:  # elementwise on state: it lies as the state does, which is cheaper to see than to say
-            return tuple(rule for rule in rules if _moves(rule, have))
+            return tuple(rule for rule in rules if _moves(rule, have)) or tuple(rules[:1])
         in_place = tuple(rule for rule in rules if self._in_place(rule, have))
         if in_place:
             return in_place
@@ -177,7 +177,7 @@ def _natural_outputs(rules: Sequence[Rule], have: Sequence[Natural]) -> tuple[Na
         for rule in rules
     ]
     stored = any(value.stored for value in have) and not any(value.sharded and not value.stored for value in have)
-    pinned = any(value.pinned for value in have) and not any(value.sharded and not value.pinned for value in have)
+    pinned = all(value.pinned for value in have)
     return tuple(
         Natural(placement, stored, pinned) if placement is not None and shard_dim(placement) is not None
         else Natural(placement)

@@ -1,0 +1,14 @@
+"""Sharded state, tensor, sequence, context and expert parallel, and meshes of several axes: the plain numbers."""
+
+from __future__ import annotations
+
+import parallel
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.mark.parametrize(("name", "case"), parallel.ALL)
+def test_a_model_trains_as_on_one_device(name, case):
+    found = parallel.verified(name, case)
+    assert found.max_error < 1e-9, found

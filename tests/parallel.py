@@ -108,18 +108,23 @@ SPLITS: dict[str, Split] = {
     "llama": Split(_ATTENTION | _GATED, _TWO_KEY_HEADS, _NORMS),
     "t5": Split(
         {
-            "*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise", "*.wi": "colwise", "*.wo": "rowwise",
-            "*.relative_attention_bias": "colwise",
+            "*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise",
+            "*.wi": "colwise", "*.wo": "rowwise", "*.relative_attention_bias": "colwise",
         },
         sequence={"*layer_norm": "sequence"},
     ),
     "vit": Split(_ATTENTION | {"*.fc1": "colwise", "*.fc2": "rowwise"}, sequence={"*layernorm*": "sequence"}),
     "mixtral": Split(_ATTENTION, _TWO_KEY_HEADS, _NORMS, experts="*.experts"),
-    "experts": Split({"head": "colwise", "layers.*.up": Shard(2), "layers.*.down": Shard(1)}, experts=("layers.*.up", "layers.*.down")),
+    "experts": Split(
+        {"head": "colwise", "layers.*.up": Shard(2), "layers.*.down": Shard(1)},
+        experts=("layers.*.up", "layers.*.down"),
+    ),
     "lstm": Split({"embed": "colwise", "layers.weight_ih*": "colwise", "head": "rowwise"}),
     "unet": Split({"into": "colwise", "down": "rowwise", "up": "colwise", "out": "rowwise"}),
     "gan": Split({"generator.0": "colwise", "judge.0": "colwise", "judge.2": "rowwise"}),
-    "vae": Split({"into": "colwise", "mean": "rowwise", "log_variance": "rowwise", "out.0": "colwise", "out.2": "rowwise"}),
+    "vae": Split(
+        {"into": "colwise", "mean": "rowwise", "log_variance": "rowwise", "out.0": "colwise", "out.2": "rowwise"}
+    ),
     "graph": Split({"into": "colwise", "out": "rowwise"}),
     "dlrm": Split({"bags.0": "colwise", "bags.1": "colwise", "bags.2": Shard(1), "dense": "colwise"}),
 }  # fmt: skip

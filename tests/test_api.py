@@ -132,7 +132,7 @@ def test_an_uneven_batch_is_exact_and_said(caplog):
     model, optimizer, *_ = arguments()
     found = ms.verify(train_step, make_args, mesh=ms.Mesh(dp=2))
     assert found.ok, found
-    assert "argument x of shape [5, 6] does not divide over mesh(dp=2): computed replicated" in caplog.text
+    assert "argument x of shape [5, 6] does not divide over axis 'dp' of mesh(dp=2): computed replicated" in caplog.text
 
 
 def test_rows_come_back_whole_from_simulate_and_replicated_inputs_stay_whole():

@@ -224,7 +224,7 @@ def test_a_train_step_over_any_mesh(axes):
     local = replace(program, mesh=Mesh(**axes))
     for axis in reversed(axes):
         rows = {slot: shard(0) for slot in program.slots if slot.kind is SlotKind.ARGUMENT}
-        local = partition(local, decide(local, data_parallel(axis)[axis], rows))
+        local = partition(local, decide(local, data_parallel(axis)[axis], rows)[0])
         verify_program(local, types=True)
     check_equal(run_local(local, x), whole, within=1e-13)
     assert communication(local)

@@ -137,7 +137,11 @@ def test_attention_with_dropout_is_replicated() -> None:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
     dropped = OpCall.of(op, (q, q, q, 0.1), {}, (q, f64(4, 2, 8)))
     assert rules_for(dropped, 2) == (replicate(dropped),)
-    assert rules_of(op, q, q, q) == ["S(0), S(0), S(0) -> S(0), S(0)", "S(1), S(1), S(1) -> S(1), S(1)"]
+    assert rules_of(op, q, q, q) == [
+        "S(0), S(0), S(0) -> S(0), S(0)",
+        "S(1), S(1), S(1) -> S(1), S(1)",
+        "S(2), R, R -> S(2), S(2)",
+    ]
 
 
 def test_grouped_query_heads_are_sharded_only_if_both_counts_divide() -> None:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import MeshstepError
@@ -164,6 +165,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "StridedShard",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "UnsupportedTorchError",

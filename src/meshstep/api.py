@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
 from .capture.capture import Captured, capture
 from .capture.source import name_of
-from .errors import InputError, PlanError
-from .ir.program import STATE_KINDS, Program
-from .layout import Layout, shard_dim
+from .errors import InputError
+from .ir.program import Program, Slot
+from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
 from .passes import DEFAULT, EAGER, Pipeline, lower
@@ -30,6 +31,7 @@ from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
 from .runtime.seed import Seed
+from .runtime.sharded import Shards, own_layouts
 from .runtime.signature import Guards, Signature
 from .runtime.world import axis_groups, check_mesh, init
 from .verification import MakeArgs, Verification, compare
@@ -132,6 +134,10 @@ class Step(ABC):
         """Layout and global shape of each leaf that is a tensor."""
 
     @abstractmethod
+    def _own_layouts(self, captured: Captured, mesh: Mesh) -> dict[Slot, Layout]:
+        """The layouts of state that lies in DTensors already."""
+
+    @abstractmethod
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         """What runs the program."""
 
@@ -143,7 +149,8 @@ class Step(ABC):
         mesh = self._mesh()
         self._agree(call, mesh, reason)
         captured, local, _ = self._partitioned(call, mesh)
-        guards = Guards(captured)
+        guards = Guards(captured, local)
+        captured.state.held.clear()  # what becomes a shard must not be held whole
         inputs = guards.bind(call.leaves)
         assert not isinstance(inputs, str), inputs
         executor = self._executor(captured, local, inputs, call)
@@ -157,10 +164,11 @@ class Step(ABC):
         captured = capture(
             self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh, self._seed.now
         )
+        own = self._own_layouts(captured, mesh)
         local, plan = local_program(
             captured.program,
             self.plan,
-            lambda axis: placements_along(axis, call.names, layouts),
+            lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
             passes=self._options.passes or (EAGER if self._options.backend == "eager" else DEFAULT),
         )
@@ -193,18 +201,21 @@ class CompiledStep(Step):
         check_mesh(mesh, init())
         agree_on_call(f"{self._topic}/{self.cache_info().misses}", call.names, call.leaves, reason)
 
+    def _own_layouts(self, captured: Captured, mesh: Mesh) -> dict[Slot, Layout]:
+        return own_layouts(captured.state, mesh)
+
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
-        _check_whole(local)
         topic = f"{self._topic}/{self.cache_info().misses}"
         agree_on_program(topic, local)
         if self.cache_info().misses == 0:
-            agree_on_state(topic, [(slot, node.meta["layout"]) for slot, node in local.inputs], inputs)
+            agree_on_state(topic, local.slots, inputs)
         device = next((t.device.type for t in inputs), "cpu")
         module = lower(local, axis_groups(local.mesh, device))
         cold = captured.creates_state and self._options.backend == "inductor"  # runs once: not worth compiling
-        run = build("eager" if cold else self._options.backend, module, inputs)
-        wrap = dtensor_wrap(local.mesh, device) if self._options.outputs == "dtensor" else _as_it_is
-        return LocalExecutor(captured, local, run, wrap)
+        shards = Shards(captured, local)
+        run = build("eager" if cold else self._options.backend, module, shards.local(inputs))
+        wrap = dtensor_wrap(local.mesh) if self._options.outputs == "dtensor" else _as_it_is
+        return LocalExecutor(captured, local, run, shards, wrap)
 
 
 class SimulatedStep(Step):
@@ -225,20 +236,18 @@ class SimulatedStep(Step):
     def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
         """There is only this process."""
 
+    def _own_layouts(self, captured: Captured, mesh: Mesh) -> dict[Slot, Layout]:
+        for held in captured.state.held:
+            if isinstance(held.tensor, DTensor):
+                raise InputError(
+                    "simulate on state that lies in shards",
+                    at=f"{held.slot}, a DTensor on {held.tensor.device_mesh}",
+                    hint="a model of whole tensors: verify before the first step, or load a checkpoint",
+                )
+        return {}
+
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
-
-
-def _check_whole(local: Program) -> None:
-    """Refuse state that lies in shards: it would have to be DTensors on the user's module."""
-    for slot, node in local.inputs:
-        layout = node.meta["layout"]
-        if slot.kind in STATE_KINDS and any(shard_dim(placement) is not None for _, placement in layout.placements):
-            raise PlanError(
-                "a plan that shards state, on real ranks",
-                at=f"{slot}: {layout}",
-                hint="plans.data_parallel(); zero and fsdp run in simulate, verify and lower so far",
-            )
 
 
 def _as_it_is(value: Any, layout: Layout) -> Any:

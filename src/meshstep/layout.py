@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ._torch import StridedShard
 from .errors import LayoutError
 from .mesh import Mesh
 
@@ -22,26 +25,58 @@ def shard(dim: int) -> Shard:
     return Shard(dim)
 
 
+@lru_cache
+def strided(dim: int, blocks: int) -> Placement:
+    """A dim of `blocks` equal parts one after another, each of which is split: every rank has its share of each.
+
+    So lies a fused projection of queries, keys and values (3 blocks) whose heads are split over ranks. It is what torch
+    calls a strided shard.
+    """
+    return shard(dim) if blocks == 1 else StridedShard(dim, split_factor=blocks)
+
+
 def shard_dim(placement: Placement) -> int | None:
     """The dim that a placement splits, `None` if it splits none."""
-    return placement.dim if isinstance(placement, Shard) else None
-
-
-def strided(dim: int, blocks: int) -> Placement:
-    """Placeholder until strided shards are there (helper "strided" replaces this)."""
-    return shard(dim)
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def blocks(placement: Placement) -> int:
-    """Placeholder until strided shards are there (helper "strided" replaces this)."""
-    return 1
+    """Into how many blocks a placement sees its dim, each of which it splits; 1 for a plain shard."""
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+
+
+def split(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
+    """The part of each of `size` ranks; views where they can be."""
+    dim, count = shard_dim(placement), blocks(placement)
+    if dim is None:
+        return [tensor] * size
+    if count == 1:
+        return list(tensor.chunk(size, dim))
+    shape, n = tensor.shape, tensor.shape[dim]
+    pieces = tensor.reshape(*shape[:dim], count, size, n // (count * size), *shape[dim + 1 :]).unbind(dim + 1)
+    return [piece.reshape(*shape[:dim], n // size, *shape[dim + 1 :]) for piece in pieces]
+
+
+def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole from the part of each rank."""
+    dim, count = shard_dim(placement), blocks(placement)
+    if dim is None:
+        return parts[0]
+    if count == 1:
+        return torch.cat(list(parts), dim)
+    shape = parts[0].shape
+    n = shape[dim]
+    pieces = [part.reshape(*shape[:dim], count, n // count, *shape[dim + 1 :]) for part in parts]
+    return torch.cat(pieces, dim + 1).reshape(*shape[:dim], n * len(parts), *shape[dim + 1 :])
 
 
 def placement_text(placement: Placement) -> str:
-    """`R`, `S(0)` or `P(sum)`."""
+    """`R`, `S(0)`, `S(0 in 3)` for a shard of each of 3 blocks, or `P(sum)`."""
     match placement:
         case Shard():
             return f"S({placement.dim})"
+        case StridedShard():
+            return f"S({placement.dim} in {placement.split_factor})"
         case Partial():
             return f"P({placement.reduce_op})"
     return "R"
@@ -125,8 +160,8 @@ def local_shape(shape: Sequence[int], placement: Placement, axis: str, size: int
             at=f"shape {list(shape)}",
             hint="a dim that the tensor has, counted from 0",
         )
-    if shape[dim] % size:
-        padded = -(-shape[dim] // size) * size
+    if shape[dim] % (size * blocks(placement)):
+        padded = -(-shape[dim] // (size * blocks(placement))) * size * blocks(placement)
         raise LayoutError(
             f"dim {dim} of size {shape[dim]} cannot be split over axis {axis!r} ({size} shards)",
             at=f"shape {list(shape)}",

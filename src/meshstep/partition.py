@@ -13,19 +13,23 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from .errors import RuleError
 from .ir import collectives
+from .ir.infer import infer
 from .ir.printer import value_text
 from .ir.program import Program, call, copy_node, is_part, part, producer
 from .ir.types import TensorType
-from .layout import REPLICATE, Layout, local_shape, placement_text, shard_dim
+from .layout import REPLICATE, Layout, blocks, local_shape, placement_text, shard, shard_dim
 from .plan.calls import Calls
 from .plan.decision import Decision
 from .rules import Local, Rule, localize
+
+aten = torch.ops.aten
 
 
 def partition(program: Program, decision: Decision) -> Program:
@@ -136,6 +140,11 @@ class _Partition:
                     hint="a local form gives each output in the placement that its rule says",
                 )
             new.meta["layout"] = self._layout(layouts[index] if several else layouts, placement)
+            if is_part(new):
+                made, place = producer(new)
+                made.meta["layout"] = tuple(
+                    new.meta["layout"] if i == place else layout for i, layout in enumerate(made.meta["layout"])
+                )
             self.local[node, index] = new
 
     def _part(self, node: fx.Node) -> None:
@@ -152,19 +161,46 @@ class _Partition:
         key = (*value, placement)
         if key not in self.moved:
             why = f"{value_text(node)} is {placement_text(have)}, {user} needs {placement_text(placement)}"
-            self.moved[key] = self._redistribute(node, have, placement, why)
+            self.moved[key] = self._redistribute(node, have, placement, why, user)
         return self.moved[key]
 
-    def _redistribute(self, node: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
+    def _redistribute(self, node: fx.Node, have: Placement, want: Placement, why: str, user: str) -> fx.Node:
+        in_blocks = next((p for p in (have, want) if blocks(p) > 1), None)
+        if in_blocks is None:
+            sent = self._send(node, self.local[producer(node)], have, want, why)
+            type_, layout = self._local_type(node.meta["type"], want), self._layout(node.meta["layout"], want)
+            sent.meta.update(type=type_, layout=layout)
+            return sent
+        if shard_dim(have) is not None and shard_dim(want) is not None:
+            have, value = REPLICATE, self._as(node, REPLICATE, user)
+        else:
+            value = self.local[producer(node)]
+        return self._send_blocks(node, value, have, want, why)
+
+    def _send_blocks(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
+        """The blocks of the dim are made a dim of their own, and what follows it is what is split."""
+        source, target = shard_dim(have), shard_dim(want)
+        dim, count = (source, blocks(have)) if source is not None else (target, blocks(want))
+        assert dim is not None
+        shape = value.meta["type"].shape
+        apart = self._reshape(value, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), node)
+        before, after = (p if shard_dim(p) is None else shard(dim + 1) for p in (have, want))
+        sent = self._send(node, apart, before, after, why)
+        sent.meta["type"] = infer(sent.target, sent.args, sent.kwargs)
+        whole = self._reshape(sent, self._local_type(node.meta["type"], want).shape, node)
+        whole.meta["layout"] = self._layout(node.meta["layout"], want)
+        return whole
+
+    def _reshape(self, value: fx.Node, shape: tuple[int, ...], node: fx.Node) -> fx.Node:
+        """A value of no tensor of the user's: its layout says nothing."""
+        type_ = value.meta["type"].with_shape(shape)
+        new = call(self.graph, aten.reshape.default, (value, list(shape)), type=type_, source=node.meta["source"])
+        new.meta.update(module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
+        return new
+
+    def _send(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
         op, arguments = redistribution(have, want, self.axis, self.size)
-        new = call(
-            self.graph,
-            op,
-            (self.local[producer(node)], *arguments),
-            type=self._local_type(node.meta["type"], want),
-            layout=self._layout(node.meta["layout"], want),
-            source=node.meta["source"],
-        )
+        new = call(self.graph, op, (value, *arguments), type=value.meta["type"], source=node.meta["source"])
         new.meta.update(why=why, module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
         if op is collectives.all_gather and producer(node) in self.decision.regather:
             new.meta["regather"] = True

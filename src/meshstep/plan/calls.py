@@ -16,11 +16,12 @@ class Calls:
     Args:
         program: The program.
         size: Number of ranks along the axis.
+        blocks: The numbers of blocks that dims may be sharded in, besides plain shards.
     """
 
     def __init__(self, program: Program, size: int, blocks: frozenset[int] = frozenset()) -> None:
         """Look nothing up yet."""
-        self.program, self.size = program, size
+        self.program, self.size, self.blocks = program, size, blocks
         self._call_of: dict[fx.Node, OpCall] = {}
         self._rules: dict[Any, tuple[Rule, ...]] = {}
         self._rules_of: dict[fx.Node, tuple[Rule, ...]] = {}
@@ -38,7 +39,7 @@ class Calls:
             call = self.call(node)
             key = (call.op, tuple(map(_hashable, call.arguments.values())), call.outputs)
             if key not in self._rules:
-                self._rules[key] = rules_for(call, self.size)
+                self._rules[key] = rules_for(call, self.size, self.blocks)
             self._rules_of[node] = self._rules[key]
         return self._rules_of[node]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.collectives import COLLECTIVES, SENDS_NOTHING, all_reduce
 from ..ir.types import TensorType
-from ..layout import REPLICATE, shard_dim
+from ..layout import REPLICATE, blocks, shard_dim
 
 aten = torch.ops.aten
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -49,6 +49,8 @@ class Hardware:
         if source == REPLICATE:
             return 1.0 + type_.nbytes / size / self.memory
         share = type_.nbytes * (size - 1) / size
+        if blocks(source) != blocks(target) and shard_dim(source) is not None and shard_dim(target) is not None:
+            return self.latency + share / self.link + 1.0 + type_.nbytes / size / self.memory  # gathered, then sliced
         if isinstance(source, Partial):
             return self.latency + (2 if target == REPLICATE else 1) * share / self.link
         return self.latency + (share if target == REPLICATE else share / size) / self.link

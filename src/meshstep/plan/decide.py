@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..ir.program import STATE_KINDS, Program, Slot, producer
-from ..layout import REPLICATE, blocks, shard
+from ..ir.program import STATE_KINDS, Program, Slot, SlotKind, producer
+from ..layout import REPLICATE, blocks, shard, shard_dim
 from .calls import Calls
 from .choose import choose
 from .cost import Hardware
@@ -48,8 +49,8 @@ def decide(
     state = place_state(program, plan, named or {})
     placed = {**state.placements, **arguments}
     inputs = [placed.get(slot, REPLICATE) for slot in program.slots]
-    in_play = frozenset(map(blocks, inputs)) - {1}
-    calls = Calls(program, program.mesh[plan.axis], in_play)
+    in_play = frozenset(map(blocks, inputs)) | _merged(program, inputs)
+    calls = Calls(program, program.mesh[plan.axis], in_play - {1})
     wanted = wanted_placements(program, plan, calls)
     left = keep_sharded(program, calls, inputs, pinned=plan.in_place, wanted=wanted)
     outputs = [
@@ -62,6 +63,15 @@ def decide(
     values = tuple((node.name, rule.outputs) for node, rule in found.rules.items())
     lies = tuple((str(slot), placement) for slot, placement in placed.items() if slot.kind in STATE_KINDS)
     return found, replace(plan, values=values, state=lies, whole=state.whole)
+
+
+def _merged(program: Program, inputs: Sequence[Placement]) -> frozenset[int]:
+    """The numbers of blocks that sharded arguments have where their leading dims are merged: rows of sequences."""
+    return frozenset(
+        math.prod(node.meta["type"].shape[:dim])
+        for (slot, node), placement in zip(program.inputs, inputs, strict=True)
+        if slot.kind is SlotKind.ARGUMENT and (dim := shard_dim(placement)) is not None
+    )
 
 
 def _user_output(left: Open, node: fx.Node, plan: AxisPlan, whole: bool) -> Placement:

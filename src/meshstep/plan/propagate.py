@@ -92,10 +92,12 @@ class _Walk:
         self.calls, self.pinned, self.wanted = calls, pinned, wanted
         self.natural: dict[Value, Natural] = {}
         self.scatters = bool(wanted)  # whether partial and whole values may be brought into shards
+        self.moves = pinned  # whether shards may be moved to another dim where they cannot be used as they lie
 
     def run(self, program: Program, inputs: Sequence[Placement]) -> Open:
         for (slot, node), placement in zip(program.inputs, inputs, strict=True):
             self.natural[node, 0] = self._of_input(slot, placement)
+        self.moves |= any(_dim_of(value) > 0 for value in self.natural.values() if not value.stored)
         self.scatters |= any(value.stored or value.pinned for value in self.natural.values())
         rules: dict[fx.Node, tuple[Rule, ...]] = {}
         for node in program.graph.nodes:
@@ -128,7 +130,7 @@ class _Walk:
             kept = tuple(rule for rule in rules if _keeps_pinned(rule, have))
             if kept:
                 return kept
-        return tuple(rule for rule in rules if _whole(rule, have, self.pinned)) or tuple(rules[:1])
+        return tuple(rule for rule in rules if _whole(rule, have, self.moves)) or tuple(rules[:1])
 
     def _in_place(self, rule: Rule, have: Sequence[Natural]) -> bool:
         """Whether a rule takes sharded inputs as they lie; whole ones may be sliced if another is sharded."""
@@ -140,10 +142,15 @@ class _Walk:
         if have is None:
             return want == REPLICATE or (sharded and shard_dim(want) is not None)
         if isinstance(have, Partial):
-            return want in (have, REPLICATE) or (self.scatters and shard_dim(want) is not None)
+            return want in (have, REPLICATE) or ((sharded or self.scatters) and shard_dim(want) is not None)
         if have == REPLICATE:
             return want == REPLICATE or (sharded and shard_dim(want) is not None)
         return want == have or (value.stored and want == REPLICATE)
+
+
+def _dim_of(value: Natural) -> int:
+    """The dim that a value is sharded on; 0 if it is not."""
+    return 0 if value.placement is None else shard_dim(value.placement) or 0
 
 
 def _moves(rule: Rule, have: Sequence[Natural]) -> bool:
@@ -162,9 +169,10 @@ def _keeps_pinned(rule: Rule, have: Sequence[Natural]) -> bool:
 
 
 def _whole(rule: Rule, have: Sequence[Natural], all_to_all: bool) -> bool:
-    """Whether a rule takes its inputs as they lie or gathered; or, where that is asked for, moved to another dim."""
+    """Whether a rule takes its inputs as they lie, gathered or sliced; or, if that may be, moved to another dim."""
     return all(
-        want in (value.placement, REPLICATE) or (all_to_all and value.sharded and shard_dim(want) is not None)
+        want in (value.placement, REPLICATE)
+        or (shard_dim(want) is not None and (value.placement in (None, REPLICATE) or (all_to_all and value.sharded)))
         for want, value in zip(rule.inputs, have, strict=True)
     )
 

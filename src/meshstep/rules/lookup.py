@@ -8,7 +8,7 @@ import torch
 
 from .._torch import OpOverload
 from .pointwise import POINTWISE
-from .rule import Entry, OpCall, Rule, Table, divides, replicate
+from .rule import Entry, OpCall, Rule, Table, even_rules, replicate
 from .table import TABLE
 
 _registered: Table = {}
@@ -40,11 +40,11 @@ def is_known(op: OpOverload) -> bool:
     return entry_of(op) is not None
 
 
-def rules_for(call: OpCall, size: int) -> tuple[Rule, ...]:
+def rules_for(call: OpCall, size: int, blocks: frozenset[int] = frozenset()) -> tuple[Rule, ...]:
     """The rules of a call along an axis of `size` ranks: `replicate` first, then those whose shards are even."""
     entry = entry_of(call.op)
     found = entry.rules(call) if entry else ()
-    return tuple(dict.fromkeys([replicate(call), *(rule for rule in found if divides(call, rule, size))]))
+    return even_rules(call, entry, found, size, blocks)
 
 
 def localize(call: OpCall, rule: Rule, size: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..ir.program import call as append_call
 from ..ir.program import name_of
 from ..ir.program import part as append_part
 from ..ir.types import TensorType
-from ..layout import REPLICATE, shard_dim
+from ..layout import REPLICATE, blocks, shard_dim, strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,16 @@ class Entry:
         rules: All rules that a call has, without regard to divisibility; `replicate` need not be among them.
         localize: For a chosen rule and the number of ranks, the non-tensor arguments that change, by name
             (a `size` that names the output's shape, say). Not asked where the rule has a local form.
+        permutes: Whether a shard may be of any elements along its dim, in any order. A rule without a local form runs
+            the same op on each shard, so that it may, unless the op takes neighbours together (groups of channels).
+        blocks: Further rules for dims that are sharded in blocks (`layout.strided`), for the numbers of blocks and of
+            ranks.
     """
 
     rules: Callable[[OpCall], Iterable[Rule]]
     localize: Callable[[OpCall, Rule, int], Mapping[str, Any]] | None = None
+    permutes: bool = True
+    blocks: Callable[[OpCall, frozenset[int], int], Iterable[Rule]] | None = None
 
 
 Table = dict[OpOverload, Entry]
@@ -174,6 +180,41 @@ def replicate(call: OpCall) -> Rule:
     return Rule((REPLICATE,) * len(call.tensors), call.placed(REPLICATE))
 
 
+def even_rules(
+    call: OpCall, entry: Entry | None, found: Iterable[Rule], size: int, counts: frozenset[int]
+) -> tuple[Rule, ...]:
+    """`replicate` first, then the rules whose shards are even, each once.
+
+    Args:
+        call: The call.
+        entry: What is known of its op.
+        found: The rules that it has.
+        size: Number of ranks.
+        counts: The numbers of blocks that dims may be sharded in.
+    """
+    rules = list(found)
+    if counts and entry is not None:
+        more = [_in_blocks(rule, count) for count in sorted(counts) for rule in rules if _permutes(entry, rule)]
+        rules += [*more, *(entry.blocks(call, counts, size) if entry.blocks else ())]
+    return tuple(dict.fromkeys([replicate(call), *(rule for rule in rules if divides(call, rule, size))]))
+
+
+def _permutes(entry: Entry, rule: Rule) -> bool:
+    sharded = any(p is not None and shard_dim(p) is not None for p in (*rule.inputs, *rule.outputs))
+    return entry.permutes and sharded and rule.local is None
+
+
+def _in_blocks(rule: Rule, count: int) -> Rule:
+    """The rule for shards of each of `count` blocks instead of shards of the dim."""
+
+    def changed(placement: Placement | None) -> Placement | None:
+        dim = None if placement is None else shard_dim(placement)
+        return placement if dim is None else strided(dim, count)
+
+    inputs = tuple(changed(placement) or REPLICATE for placement in rule.inputs)
+    return Rule(inputs, tuple(map(changed, rule.outputs)))
+
+
 def divides(call: OpCall, rule: Rule, size: int) -> bool:
     """Whether every shard that a rule speaks of is even, and every sharded dim is there."""
     pairs = [*zip(call.tensors, rule.inputs, strict=True), *zip(call.outputs, rule.outputs, strict=True)]
@@ -182,7 +223,9 @@ def divides(call: OpCall, rule: Rule, size: int) -> bool:
 
 def _fits(type_: TensorType, placement: Placement | None, size: int) -> bool:
     dim = shard_dim(placement) if placement is not None else None
-    return dim is None or (dim < type_.ndim and type_.shape[dim] > 0 and type_.shape[dim] % size == 0)
+    if placement is None or dim is None:
+        return True
+    return dim < type_.ndim and type_.shape[dim] > 0 and type_.shape[dim] % (size * blocks(placement)) == 0
 
 
 def _is_type(value: Any) -> bool:

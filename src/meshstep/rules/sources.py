@@ -7,7 +7,7 @@ from typing import Any
 from .._torch import OpOverload
 from . import lookup
 from .discovery import Found, discovery
-from .rule import Entry, OpCall, Rule, divides, replicate
+from .rule import Entry, OpCall, Rule, even_rules, replicate
 from .user import registered_with_torch
 
 
@@ -21,15 +21,20 @@ def is_known(op: OpOverload) -> bool:
     return entry_of(op) is not None
 
 
-def rules_for(call: OpCall, size: int) -> tuple[Rule, ...]:
+def rules_for(call: OpCall, size: int, blocks: frozenset[int] = frozenset()) -> tuple[Rule, ...]:
     """The rules of a call along an axis of `size` ranks: `replicate` first, then those whose shards are even.
+
+    Args:
+        call: The call.
+        size: Number of ranks.
+        blocks: The numbers of blocks that dims may be sharded in, besides plain shards.
 
     Raises:
         RuleError: A rule of the user's is wrong.
     """
     entry = entry_of(call.op)
     found = entry.rules(call) if entry else discovery.rules(call, size)
-    return tuple(dict.fromkeys([replicate(call), *(rule for rule in found if divides(call, rule, size))]))
+    return even_rules(call, entry, found, size, blocks)
 
 
 def localize(call: OpCall, rule: Rule, size: int) -> dict[str, Any]:

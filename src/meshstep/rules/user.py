@@ -63,7 +63,7 @@ def rule(op: OpOverload, *, localize: Localize | None = None, validate: bool = T
 
     def register(rules: R) -> R:
         checked = Checked(op, rules, where, validate)
-        lookup.register(op, Entry(checked, localize))
+        lookup.register(op, Entry(checked, localize, permutes=False))
         return rules
 
     return register
@@ -80,7 +80,7 @@ def _torch_entry(op: OpOverload, function: Callable[..., Any]) -> Entry:
     code = getattr(function, "__code__", None)
     where = f"register_sharding of {getattr(function, '__name__', 'a function')}"
     place = f"{where} ({_line(code.co_filename, code.co_firstlineno)})" if code else where
-    return Entry(Checked(op, functools.partial(_converted, op, function), place, True))
+    return Entry(Checked(op, functools.partial(_converted, op, function), place, True), permutes=False)
 
 
 def _converted(op: OpOverload, function: Callable[..., Any], call: OpCall) -> Iterator[Rule]:

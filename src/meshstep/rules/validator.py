@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
+from .. import layout
 from .._torch import OpOverload
 from ..ir import collectives
 from ..ir.collectives import COLLECTIVES
@@ -63,6 +64,7 @@ def validate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     size: int = 2,
+    blocks: frozenset[int] = frozenset(),
     rules: Iterable[Rule] | None = None,
     run: Callable[..., Any] | None = None,
 ) -> list[Finding]:
@@ -74,6 +76,7 @@ def validate(
         args: Real arguments, tensors best in float64, different in every shard.
         kwargs: Likewise.
         size: Number of ranks that the rules shard over.
+        blocks: The numbers of blocks that dims may be sharded in, besides plain shards.
         rules: The rules to run; those of the catalogue if not given.
         run: What to run in place of the op, where it cannot be run on this machine.
 
@@ -81,7 +84,7 @@ def validate(
         What is wrong; empty if nothing is.
     """
     trial = Trial.of(op, args, kwargs or {}, size, run)
-    chosen = rules_for(trial.call, size) if rules is None else rules
+    chosen = rules_for(trial.call, size, blocks) if rules is None else rules
     faults = ((rule, trial.fault(rule)) for rule in chosen)
     return [Finding(op, rule, size, what) for rule, what in faults if what]
 
@@ -193,14 +196,11 @@ def _replaced(arguments: Mapping[str, Any], tensors: Iterable[Any]) -> dict[str,
 
 def split(whole: Tensor, placement: Placement, size: int) -> list[Tensor]:
     """A part for each rank, which together are `whole`."""
-    match placement:
-        case Shard():
-            return [part.contiguous() for part in whole.chunk(size, placement.dim)]
-        case Partial():
-            assert placement.reduce_op == "sum", placement
-            others = _noise(whole, size - 1)
-            return [*others, whole - sum(others)]
-    return [whole] * size
+    if isinstance(placement, Partial):
+        assert placement.reduce_op == "sum", placement
+        others = _noise(whole, size - 1)
+        return [*others, whole - sum(others)]
+    return [part.contiguous() for part in layout.split(whole, placement, size)]
 
 
 def _noise(like: Tensor, count: int) -> list[Tensor]:
@@ -211,12 +211,9 @@ def _noise(like: Tensor, count: int) -> list[Tensor]:
 
 def combinations(parts: list[Tensor], placement: Placement) -> list[Tensor]:
     """The whole values that the parts stand for: one, or one for each rank where each should hold it."""
-    match placement:
-        case Shard():
-            return [torch.cat(parts, placement.dim)]
-        case Partial():
-            return [reduce(parts, placement.reduce_op)]
-    return parts
+    if isinstance(placement, Partial):
+        return [reduce(parts, placement.reduce_op)]
+    return parts if layout.shard_dim(placement) is None else [layout.join(parts, placement)]
 
 
 def reduce(parts: Sequence[Tensor], op: str) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor.placement_types import Placement
 
-from ..layout import REPLICATE, local_shape, shard
+from ..layout import REPLICATE, local_shape, shard, shard_dim, strided
 from .factors import Origins, alike, all_but_last, apart_from, dims_of, follow, partials
 from .rule import Entry, Local, OpCall, Rule, Table
 
 aten = torch.ops.aten
+Blocks = Callable[[OpCall, frozenset[int], int], Iterator[Rule]]
 
 
 def output_size(name: str) -> Callable[[OpCall, Rule, int], Mapping[str, Any]]:
@@ -53,6 +56,37 @@ def view_dims(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int
                 m *= next(rest[0])[1]
             else:
                 n *= next(rest[1])[1]
+
+
+def view_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
+    """A shard of each of so many blocks of a group of dims, wherever it is one dim that is split so."""
+    (x,), (y,) = call.tensors, call.outputs
+    assert y is not None
+    allowed = counts | {1}
+    for before, after in _groups(x.shape, y.shape):
+        for source, flat in _flat_blocks(x.shape, before, allowed, size):
+            for target, same in _flat_blocks(y.shape, after, allowed, size):
+                if flat == same:
+                    yield Rule((source,), (target,))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The smallest groups of consecutive dims that hold the same number of elements."""
+    starts = [*view_dims(before, after), (len(before), len(after))]
+    for (i, j), (end_i, end_j) in itertools.pairwise(starts):
+        yield range(i, end_i), range(j, end_j)
+
+
+def _flat_blocks(
+    shape: Sequence[int], dims: range, counts: frozenset[int], size: int
+) -> Iterator[tuple[Placement, int]]:
+    """The placements of a group's dims, each with the number of blocks that it makes of the group as a whole."""
+    outer = 1
+    for dim in dims:
+        for count in sorted(counts):
+            if shape[dim] % (count * size) == 0:
+                yield strided(dim, count), outer * count
+        outer *= shape[dim]
 
 
 def _lasting(shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -146,6 +180,15 @@ def squeeze(call: OpCall) -> Iterator[Rule]:
     yield from partials(call, "all")
 
 
+def squeeze_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
+    """As plain shards."""
+    for rule in squeeze(call):
+        if rule.local is not None and rule.outputs[0] is not None:
+            source, target = shard_dim(rule.inputs[0]), shard_dim(rule.outputs[0])
+            if source is not None and target is not None:
+                yield from (Rule((strided(source, n),), (strided(target, n),), _squeeze_whole) for n in sorted(counts))
+
+
 def _squeezed(call: OpCall) -> list[int]:
     shape = call.tensors[0].shape
     return [d for d in dims_of(call.arguments.get("dim"), len(shape)) if shape and shape[d] == 1]
@@ -189,8 +232,8 @@ def expand(call: OpCall) -> Iterator[Rule]:
     yield from partials(call, "all")
 
 
-def _linear(origins: Origins, size: str | None = None) -> Entry:
-    return Entry(follow(origins, "all"), output_size(size) if size else None)
+def _linear(origins: Origins, size: str | None = None, blocks: Blocks | None = None) -> Entry:
+    return Entry(follow(origins, "all"), output_size(size) if size else None, blocks=blocks)
 
 
 def _copies(table: Table) -> Table:
@@ -203,15 +246,86 @@ def _copies(table: Table) -> Table:
     return found
 
 
-_VIEW = Entry(view, output_size("size"))
-_SQUEEZE = Entry(squeeze)
+# ---- parts of a dim that is sharded in blocks
+
+
+def split_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
+    """Equal parts of a dim of as many blocks, or a multiple: each rank has a shard of every part."""
+    x, parts = call.tensors[0], len(call.outputs)
+    dim = call["dim"] % max(x.ndim, 1)
+    if len(set(call.outputs)) > 1:
+        return
+    for count in sorted(counts):
+        if count % parts == 0:
+            part = strided(dim, count // parts)
+            yield Rule((strided(dim, count),), call.placed(part), _split_evenly(dim, parts))
+
+
+def _split_evenly(dim: int, parts: int) -> Callable[[Local], tuple[fx.Node, ...]]:
+    def local(form: Local) -> tuple[fx.Node, ...]:
+        length = form["self"].meta["type"].shape[dim] // parts
+        return form.parts(form.emit(aten.split_with_sizes.default, form["self"], [length] * parts, dim))
+
+    return local
+
+
+def joined_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
+    """Shards of equal parts, one after another, are a shard of each block."""
+    parts = len(call.tensors)
+    dim = call["dim"] % max(call.tensors[0].ndim, 1)
+    if len(set(call.tensors)) > 1:
+        return
+    for count in sorted(counts):
+        if count % parts == 0:
+            yield Rule((strided(dim, count // parts),) * parts, (strided(dim, count),))
+
+
+def slice_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
+    """A slice of some of the blocks."""
+    backward = call.op is aten.slice_backward.default
+    whole, dim = (list(call["input_sizes"]) if backward else call.tensors[0].shape), call["dim"]
+    dim %= len(whole)
+    length = whole[dim]
+    start = _bound(call["start"], length, 0)
+    end = _bound(call["end"], length, length)
+    if call["step"] != 1 or end <= start or end - start == length:
+        return
+    for count in sorted(counts):
+        block = length // count
+        if length % count == 0 and start % block == 0 and end % block == 0:
+            placements = strided(dim, count), strided(dim, (end - start) // block)
+            form = _slice_of_blocks(dim, start, end, size)
+            first, last = reversed(placements) if backward else placements
+            yield Rule((first,), (last,), form)
+
+
+def _bound(value: int | None, length: int, default: int) -> int:
+    if value is None:
+        return default
+    return min(value + length if value < 0 else value, length)
+
+
+def _slice_of_blocks(dim: int, start: int, end: int, size: int) -> Callable[[Local], tuple[fx.Node, ...]]:
+    def local(form: Local) -> tuple[fx.Node, ...]:
+        changed: dict[str, Any] = {"start": start // size, "end": end // size}
+        if "input_sizes" in form.call.arguments:
+            sizes = form["input_sizes"]
+            changed["input_sizes"] = [n // size if d == dim else n for d, n in enumerate(sizes)]
+        return (form.again(**changed),)
+
+    return local
+
+
+_VIEW = Entry(view, output_size("size"), blocks=view_blocks)
+_SQUEEZE = Entry(squeeze, blocks=squeeze_blocks)
 _ALONG_DIM = _linear(apart_from("dim"))
+_SPLIT = _linear(apart_from("dim"), blocks=split_blocks)
 _IN_BATCH = _linear(all_but_last(2))
 
 _VIEWS: Table = {
     aten.view.default: _VIEW,
     aten._unsafe_view.default: _VIEW,
-    aten.reshape.default: Entry(view, output_size("shape")),
+    aten.reshape.default: Entry(view, output_size("shape"), blocks=view_blocks),
     aten.t.default: _linear(lambda call: range(call.tensors[0].ndim)[::-1]),
     aten.transpose.int: _linear(_transposed),
     aten.permute.default: _linear(lambda call: dims_of(call["dims"], call.tensors[0].ndim)),
@@ -226,12 +340,12 @@ _VIEWS: Table = {
     aten.detach.default: _linear(all_but_last(0)),
     aten.select.int: _linear(_without("dim")),
     aten.select_backward.default: _linear(_selected_from, "input_sizes"),
-    aten.slice.Tensor: _linear(_sliced),
-    aten.slice_backward.default: _linear(_sliced, "input_sizes"),
-    aten.split.Tensor: _ALONG_DIM,
-    aten.split_with_sizes.default: _ALONG_DIM,
-    aten.unsafe_split.Tensor: _ALONG_DIM,
-    aten.chunk.default: _ALONG_DIM,
+    aten.slice.Tensor: _linear(_sliced, blocks=slice_blocks),
+    aten.slice_backward.default: _linear(_sliced, "input_sizes", blocks=slice_blocks),
+    aten.split.Tensor: _SPLIT,
+    aten.split_with_sizes.default: _SPLIT,
+    aten.unsafe_split.Tensor: _SPLIT,
+    aten.chunk.default: _SPLIT,
     aten.narrow.default: _ALONG_DIM,
     aten.unbind.int: _linear(_without("dim")),
     aten.diagonal.default: _linear(_diagonal),
@@ -244,7 +358,7 @@ _VIEWS: Table = {
     aten.repeat.default: _linear(_repeated),
     aten.tril.default: _IN_BATCH,
     aten.triu.default: _IN_BATCH,
-    aten.cat.default: _linear(_joined),
+    aten.cat.default: _linear(_joined, blocks=joined_blocks),
     aten.stack.default: _linear(_added),
     aten.constant_pad_nd.default: Entry(_pad),
     aten.view_as_complex.default: _linear(all_but_last(1)),

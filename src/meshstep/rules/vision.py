@@ -99,8 +99,8 @@ def _apart_from_channels(call: OpCall) -> list[int | None]:
 _DRAWN_2D, _DRAWN_3D = "...HW,...X->...IJ,...IJ", "...DHW,...X->...IJK,...IJK"
 
 TABLE: Table = {
-    aten.convolution.default: Entry(convolution, _local_groups),
-    aten.convolution_backward.default: Entry(convolution_backward, _local_groups),
+    aten.convolution.default: Entry(convolution, _local_groups, permutes=False),
+    aten.convolution_backward.default: Entry(convolution_backward, _local_groups, permutes=False),
     aten.max_pool2d_with_indices.default: _planes(2),
     aten.max_pool2d_with_indices_backward.default: _planes(2, "first"),
     aten.avg_pool2d.default: _planes(2, "all"),

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import InputError, RankMismatchError
 from ..ir.printer import program_text
 from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
 from ..ir.types import TensorType
-from ..layout import Layout
 from .cache import FIRST_CALL
 from .world import exchange, world
 
@@ -57,14 +57,14 @@ def agree_on_call(topic: str, names: Sequence[str], leaves: Sequence[Any], reaso
             )
 
 
-def agree_on_state(topic: str, slots: Sequence[tuple[Slot, Layout]], inputs: Sequence[Tensor]) -> None:
-    """See that all ranks start from the same values where state is replicated.
+def agree_on_state(topic: str, slots: Sequence[Slot], inputs: Sequence[Tensor]) -> None:
+    """See that all ranks start from the same values where state is whole, though it may become a shard.
 
     Compares two sums over each tensor: a difference is found, which element it is is not said.
 
     Args:
         topic: Of this step and compilation, the same on all ranks.
-        slots: The inputs of the program with their layouts.
+        slots: The inputs of the program.
         inputs: Their tensors on this rank.
 
     Raises:
@@ -73,8 +73,8 @@ def agree_on_state(topic: str, slots: Sequence[tuple[Slot, Layout]], inputs: Seq
     compared = (*STATE_KINDS, SlotKind.HYPERPARAMETER)
     whole = [
         (str(slot), tensor)
-        for (slot, layout), tensor in zip(slots, inputs, strict=True)
-        if slot.kind in compared and all(placement.is_replicate() for _, placement in layout.placements)
+        for slot, tensor in zip(slots, inputs, strict=True)
+        if slot.kind in compared and not isinstance(tensor, DTensor)
     ]
     if not whole or world().size == 1:
         return

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._torch import mark_stepped
 from ..capture.capture import Captured
@@ -18,6 +17,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.lower import kept_results
 from .backends import Runner
+from .sharded import Shards, sharded_results, to_dtensor
 from .simulate import gather, run_ranks, scatter, without_autocast
 
 Wrap = Callable[[Tensor, Layout], Any]
@@ -30,12 +30,14 @@ class LocalExecutor:
         captured: The captured step.
         program: Its local program.
         run: The lowered program.
+        shards: Gives this rank's part of the state.
         wrap: Makes what the user gets of a result and its layout.
     """
 
-    def __init__(self, captured: Captured, program: Program, run: Runner, wrap: Wrap) -> None:
+    def __init__(self, captured: Captured, program: Program, run: Runner, shards: Shards, wrap: Wrap) -> None:
         """Note which results the lowered program returns."""
-        self._captured, self._run, self._wrap = captured, run, wrap
+        self._captured, self._run, self._shards, self._wrap = captured, run, shards, wrap
+        self._mesh, self._sharded = program.mesh, sharded_results(program)
         self._kept = kept_results(program)
         self._layouts = [node.meta["layout"] for _, node in program.outputs]
 
@@ -50,9 +52,10 @@ class LocalExecutor:
             What the user's function returns.
         """
         with torch.no_grad(), without_autocast():
-            found = self._run(*inputs)
+            found = self._run(*self._shards.bind(leaves, inputs))
         results = dict(zip(self._kept, found, strict=True))
-        _finish(self._captured, leaves, results)
+        state = {i: to_dtensor(t, self._sharded[i], self._mesh) for i, t in results.items() if i in self._sharded}
+        _finish(self._captured, leaves, results | state)
         return _returned(self._captured, {i: self._wrap(t, self._layouts[i]) for i, t in results.items()})
 
 
@@ -125,11 +128,10 @@ def _returned(captured: Captured, results: dict[int, Any]) -> Any:
     return unflatten(values, captured.returned_spec)
 
 
-def dtensor_wrap(mesh: Mesh, device_type: str) -> Wrap:
+def dtensor_wrap(mesh: Mesh) -> Wrap:
     """Gives results as DTensors."""
-    devices = mesh.device_mesh(device_type)
 
-    def wrap(value: Tensor, layout: Layout) -> DTensor:
-        return DTensor.from_local(value, devices, [layout[axis] for axis in mesh.axes], run_check=False)
+    def wrap(value: Tensor, layout: Layout) -> Tensor:
+        return to_dtensor(value, layout, mesh)
 
     return wrap

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import tensor_hooks
@@ -15,8 +16,9 @@ from ..capture.capture import Captured
 from ..capture.places import GradientPlace
 from ..capture.state import frozen_hyperparameters
 from ..capture.tree import Spec
-from ..ir.program import SlotKind
+from ..ir.program import Program, SlotKind
 from ..ir.types import TensorType
+from .sharded import placements_of
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -55,7 +57,8 @@ class Signature:
 
 def _compared(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (TensorType.of(leaf), leaf.requires_grad, type(leaf))
+        lies = leaf.placements if isinstance(leaf, DTensor) else None
+        return (TensorType.of(leaf), leaf.requires_grad, type(leaf), lies)
     if isinstance(leaf, (nn.Module, Optimizer)):
         return _Same(leaf)
     return _value(leaf)
@@ -106,13 +109,16 @@ class Guards:
 
     Args:
         captured: The capture.
+        local: Its local program: says how state lies.
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, local: Program) -> None:
         """Note what must stay as it is."""
         state = captured.state
         self._attributes, self._truths = captured.attributes, captured.truths
-        self._hooks = [(held.tensor, tensor_hooks(held.tensor)) for held in state.parameters()]
+        self._hooks = [(held.place, tensor_hooks(held.tensor)) for held in state.parameters()]
+        mesh = local.mesh
+        self._lies = [placements_of(node.meta["layout"], mesh) for node in local.placeholders]
         index_of = {id(held.tensor): captured.program.slots.index(held.slot) for held in state.held}
         self._tables = [_Table.of(module, index_of) for module in state.submodules()]
         self._modes = [(module, module.training) for module in state.submodules()]
@@ -137,8 +143,8 @@ class Guards:
         for number, nonzero in self._truths:
             if bool(number.value() != 0) is not nonzero:
                 return f"{type(number.optimizer).__name__}'s {number.key} is {'0' if nonzero else 'no longer 0'}"
-        for tensor, hooks in self._hooks:
-            if tensor_hooks(tensor) != hooks:
+        for place, hooks in self._hooks:
+            if tensor_hooks(place.read(leaves)) != hooks:  # type: ignore[arg-type]
                 return "a parameter has other hooks"
         changed = self._attributes.difference()
         if changed is not None:
@@ -161,6 +167,8 @@ class Guards:
             if tensor is not seen[i]:
                 if not isinstance(tensor, Tensor) or TensorType.of(tensor) != want[0]:
                     return f"{self._names[i]} has another type"
+                if isinstance(tensor, DTensor) and tensor.placements != self._lies[i]:
+                    return f"{self._names[i]} lies otherwise"
                 seen[i] = tensor
             if tensor.requires_grad is not want[1]:
                 return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"

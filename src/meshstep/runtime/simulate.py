@@ -19,7 +19,7 @@ from ..errors import VerifyError
 from ..ir import collectives
 from ..ir.collectives import COLLECTIVES, axis_of
 from ..ir.program import Program
-from ..layout import Layout, shard_dim
+from ..layout import Layout, join, shard_dim, split
 from ..mesh import Mesh
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -72,10 +72,10 @@ def scatter(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """Each rank's part of a whole tensor."""
     parts = [value] * mesh.size
     for axis, placement in layout.placements:
-        dim = shard_dim(placement)
-        if dim is not None:
+        if shard_dim(placement) is not None:
             parts = [
-                part.chunk(mesh[axis], dim)[mesh.coordinate(rank)[axis]].contiguous() for rank, part in enumerate(parts)
+                split(part, placement, mesh[axis])[mesh.coordinate(rank)[axis]].contiguous()
+                for rank, part in enumerate(parts)
             ]
     return parts
 
@@ -88,11 +88,10 @@ def gather(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, name: str = "val
     """
     whole = list(parts)
     for axis, placement in reversed(layout.placements):
-        dim = shard_dim(placement)
         assert not isinstance(placement, Partial), "a partial value never leaves a program"
         groups = [mesh.group(rank, axis) for rank in range(mesh.size)]
-        if dim is not None:
-            whole = [torch.cat([whole[r] for r in group], dim) for group in groups]
+        if shard_dim(placement) is not None:
+            whole = [join([whole[r] for r in group], placement) for group in groups]
             continue
         for rank, group in enumerate(groups):
             if not _same(whole[rank], whole[group[0]]):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import default_store
 from ..errors import InputError
@@ -67,6 +70,16 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The torch mesh of a mesh over all ranks, made once: each one makes process groups of its own."""
+    return _device_mesh(mesh, device_type, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=16)
+def _device_mesh(mesh: Mesh, device_type: str, group: Any) -> DeviceMesh:
+    return mesh.device_mesh(device_type)
+
+
 def axis_groups(mesh: Mesh, device_type: str) -> Mapping[str, AxisGroup]:
     """The process group of each axis of a mesh over all ranks.
 
@@ -77,7 +90,7 @@ def axis_groups(mesh: Mesh, device_type: str) -> Mapping[str, AxisGroup]:
     check_mesh(mesh, here)
     if not dist.is_initialized():
         return {axis: AxisGroup("", 1, 0) for axis in mesh}
-    devices, place = mesh.device_mesh(device_type), mesh.coordinate(here.rank)
+    devices, place = device_mesh(mesh, device_type), mesh.coordinate(here.rank)
     return {axis: AxisGroup(devices.get_group(axis).group_name, mesh[axis], place[axis]) for axis in mesh}
 
 

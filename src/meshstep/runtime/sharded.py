@@ -1,0 +1,184 @@
+"""State that lies in shards: DTensors on the user's own modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._torch import tensor_hooks
+from ..capture.capture import Captured
+from ..capture.places import ArgumentPlace, GradientPlace, OptimizerStatePlace
+from ..capture.state import State
+from ..errors import PlanError
+from ..ir.program import STATE_KINDS, Program, Slot
+from ..layout import REPLICATE, Layout, shard_dim, split
+from ..mesh import Mesh
+from .world import device_mesh, world
+
+
+def layout_of(tensor: DTensor, name: str, mesh: Mesh) -> Layout:
+    """How a DTensor lies on a mesh that has the axes of its own one.
+
+    Args:
+        tensor: The DTensor.
+        name: What it is, for the error.
+        mesh: The mesh of the step.
+
+    Raises:
+        PlanError: It lies on another mesh.
+    """
+    theirs = tensor.device_mesh
+    sizes = dict(zip(theirs.mesh_dim_names or (), theirs.shape, strict=False))
+    if not sizes or any(axis not in mesh or mesh[axis] != size for axis, size in sizes.items()):
+        raise PlanError(
+            f"{name} is a DTensor on another mesh",
+            at=f"{theirs}, and the step is for {mesh!r}",
+            hint="the same mesh, or meshstep.checkpoint.save and load to move the state",
+        )
+    placements = dict(zip(sizes, tensor.placements, strict=True))
+    return Layout(tuple((axis, placements.get(axis, REPLICATE)) for axis in mesh.axes))
+
+
+def own_layouts(state: State, mesh: Mesh) -> dict[Slot, Layout]:
+    """The layouts of state that lies in DTensors already: a plan leaves it as it lies.
+
+    Raises:
+        PlanError: It lies on another mesh.
+    """
+    return {
+        held.slot: layout_of(held.tensor, str(held.slot), mesh)
+        for held in state.held
+        if isinstance(held.tensor, DTensor)
+    }
+
+
+def placements_of(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """The placements of a DTensor of a layout."""
+    return tuple(layout[axis] for axis in mesh.axes)
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Whether ranks hold parts."""
+    return any(shard_dim(placement) is not None for _, placement in layout.placements)
+
+
+def to_dtensor(local: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+    """A DTensor of which this rank holds `local`."""
+    shape = torch.Size(layout.global_shape(local.shape, mesh))
+    stride = torch.empty(shape, device="meta").stride()
+    devices = device_mesh(mesh, local.device.type)
+    return DTensor.from_local(local, devices, placements_of(layout, mesh), run_check=False, shape=shape, stride=stride)
+
+
+class Shards:
+    """The tensors of a program's slots on this rank: parts of what is whole, the local tensors of DTensors.
+
+    Args:
+        captured: The captured step.
+        program: Its local program.
+
+    Raises:
+        PlanError: State that nobody but the caller holds is to be sharded.
+    """
+
+    def __init__(self, captured: Captured, program: Program) -> None:
+        """Note which slots lie in shards."""
+        self._captured, self._mesh = captured, program.mesh
+        self._coordinate = program.mesh.coordinate(world().rank)
+        self._layouts: dict[int, Layout] = {}
+        for index, (slot, node) in enumerate(program.inputs):
+            if slot.kind in STATE_KINDS and is_sharded(node.meta["layout"]):
+                self._layouts[index] = node.meta["layout"]
+                _check_held(captured, index, slot, node.meta["layout"])
+
+    def local(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The tensors that the program takes. Changes nothing."""
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in inputs]
+        for index in self._plain(inputs):
+            local[index] = self._part(inputs[index], self._layouts[index])
+        return local
+
+    def bind(self, leaves: list[Any], inputs: list[Any]) -> list[Tensor]:
+        """The tensors that the program takes; what is whole, and should not be, becomes a DTensor where it is held.
+
+        Args:
+            leaves: The leaves of the arguments.
+            inputs: The tensor of each slot; emptied of what is replaced, so that its memory can go.
+        """
+        plain = self._plain(inputs)
+        for index in sorted(plain, key=lambda i: isinstance(self._captured.places[i], GradientPlace)):
+            layout, old = self._layouts[index], inputs[index]
+            inputs[index] = to_dtensor(self._part(old, layout), layout, self._mesh)
+            self._replace(index, leaves, old, inputs[index])
+        return [t.to_local() if isinstance(t, DTensor) else t for t in inputs]
+
+    def _plain(self, inputs: Sequence[Any]) -> list[int]:
+        return [index for index in self._layouts if not isinstance(inputs[index], DTensor)]
+
+    def _part(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's part in memory of its own."""
+        part = whole.detach()
+        for axis, placement in layout.placements:
+            part = split(part, placement, self._mesh[axis])[self._coordinate[axis]]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def _replace(self, index: int, leaves: list[Any], old: Tensor, new: DTensor) -> None:
+        place = self._captured.places[index]
+        if isinstance(place, (GradientPlace, OptimizerStatePlace)):
+            place.create(leaves, new)
+        else:
+            replace_tensor(self._captured.state, old, _like(old, new))
+
+
+def _check_held(captured: Captured, index: int, slot: Slot, layout: Layout) -> None:
+    place = captured.places[index]
+    while isinstance(place, (GradientPlace, OptimizerStatePlace)):
+        place = place.owner
+    if isinstance(place, ArgumentPlace):
+        raise PlanError(
+            "a plan that shards a parameter which is an argument by itself: no module holds it",
+            at=f"{slot}: {layout}",
+            hint="pass the module that it belongs to as well, or leave it out of the plan",
+        )
+
+
+def _like(old: Tensor, new: DTensor) -> Tensor:
+    """The new tensor as the kind of tensor that the old one is, with its hooks and the user's attributes."""
+    made = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    before, after = tensor_hooks(old)
+    for hook in before:
+        made.register_hook(hook)
+    for hook in after:
+        made.register_post_accumulate_grad_hook(hook)
+    for name, value in vars(old).items():
+        setattr(made, name, value)
+    return made
+
+
+def replace_tensor(state: State, old: Tensor, new: Tensor) -> None:
+    """Put one tensor in the place of another in all modules and optimizers."""
+    for module in state.submodules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for table in tables:
+            for name, value in table.items():
+                if value is old:
+                    table[name] = new
+    for _, optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new if t is old else t for t in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def sharded_results(program: Program) -> Mapping[int, Layout]:
+    """The results that are new state in shards, by index."""
+    return {
+        i: node.meta["layout"]
+        for i, (result, node) in enumerate(program.outputs)
+        if result.slot is not None and is_sharded(node.meta["layout"])
+    }

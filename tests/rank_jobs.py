@@ -151,17 +151,6 @@ def other_weights() -> str:
     return "no error"
 
 
-def sharded_state() -> str:
-    """A plan that shards state."""
-    model = nn.Linear(4, 2)
-    step = ms.compile(plan=ms.plans.fsdp(), backend="eager")(lambda model, x: model(x).sum())
-    try:
-        step(model, torch.ones(4, 4))
-    except ms.PlanError as error:
-        return str(error)
-    return "no error"
-
-
 def still_works() -> float:
     """The group is whole after an error."""
     step = ms.compile(backend="eager")(lambda x: x.sum())

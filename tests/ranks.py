@@ -7,6 +7,7 @@ gives `RankFailure` with every traceback; one that hangs ends the pool, and the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import socket
@@ -45,10 +46,10 @@ class Pool:
             pipe.close()
         self.alive = True
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Call `job(*args)` on every rank."""
+    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
+        """Call `job(*args, **options)` on every rank."""
         for pipe in self.pipes:
-            pipe.send((job, args))
+            pipe.send((functools.partial(job, **options), args))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self.pipes):

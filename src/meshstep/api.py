@@ -192,7 +192,11 @@ class CompiledStep(Step):
     def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
         layouts = argument_layouts(call, mesh, self.plan, self._options.inputs)
         shapes = [
-            None if layout is None else layout.global_shape(leaf.shape, mesh)
+            None
+            if layout is None
+            else leaf.shape
+            if isinstance(leaf, DTensor)
+            else layout.global_shape(leaf.shape, mesh)
             for leaf, layout in zip(call.leaves, layouts, strict=True)
         ]
         return layouts, shapes

@@ -19,6 +19,7 @@ from .ir.program import Slot, SlotKind
 from .layout import REPLICATE, Layout, shard, shard_dim
 from .mesh import Mesh
 from .plan.plan import Plan
+from .runtime.sharded import layout_of
 
 log = logging.getLogger("meshstep")
 Inputs = Mapping[str, Layout | Placement]
@@ -83,7 +84,8 @@ def argument_layouts(
     _check_names(call, inputs or {})
     batch = {axis: dim for axis, dim in plan.batch_dims().items() if mesh[axis] > 1}
     layouts = [
-        _layout(leaf, name, mesh, batch, inputs or {}) for leaf, name in zip(call.leaves, call.names, strict=True)
+        _own(leaf, name, mesh, whole) if isinstance(leaf, DTensor) else _layout(leaf, name, mesh, batch, inputs or {})
+        for leaf, name in zip(call.leaves, call.names, strict=True)
     ]
     return (
         [_even(leaf, name, layout, mesh) for leaf, name, layout in zip(call.leaves, call.names, layouts, strict=True)]
@@ -101,19 +103,27 @@ def placements_along(axis: str, names: Sequence[str], layouts: Sequence[Layout |
     }
 
 
-def _layout(leaf: Any, name: str, mesh: Mesh, batch: Mapping[str, int], inputs: Inputs) -> Layout | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    if isinstance(leaf, DTensor):
-        raise InputError(
-            "a DTensor argument", at=f"argument {name}", hint="pass x.to_local(), and its layout by inputs="
-        )
-    said = next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
-    placements = [p for _, p in said.placements] if isinstance(said, Layout) else [said]
+def _own(leaf: DTensor, name: str, mesh: Mesh, whole: bool) -> Layout:
+    """How a DTensor says that it lies."""
+    if whole:
+        raise InputError("simulate on a DTensor", at=f"argument {name}", hint="x.full_tensor()")
+    layout = layout_of(leaf, f"argument {name}", mesh)
+    _check_not_partial([placement for _, placement in layout.placements], name)
+    return layout
+
+
+def _check_not_partial(placements: Sequence[Placement | None], name: str) -> None:
     if any(isinstance(placement, Partial) for placement in placements):
         raise LayoutError(
             "a partial argument", at=f"argument {name}", hint="Shard(dim) or Replicate(): reduce it first"
         )
+
+
+def _layout(leaf: Any, name: str, mesh: Mesh, batch: Mapping[str, int], inputs: Inputs) -> Layout | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    said = next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
+    _check_not_partial([p for _, p in said.placements] if isinstance(said, Layout) else [said], name)
     if isinstance(said, Layout):
         return Layout(tuple((axis, said[axis]) for axis in mesh.axes))
     return Layout(tuple((axis, _rows(leaf, batch.get(axis), said)) for axis in mesh.axes))

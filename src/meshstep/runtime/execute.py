@@ -21,6 +21,7 @@ from .sharded import Shards, sharded_results, to_dtensor
 from .simulate import gather, run_ranks, scatter, without_autocast
 
 Wrap = Callable[[Tensor, Layout], Any]
+Held = Callable[[int, Tensor], Tensor]  # of a result by its index
 
 
 class LocalExecutor:
@@ -54,9 +55,13 @@ class LocalExecutor:
         with torch.no_grad(), without_autocast():
             found = self._run(*self._shards.bind(leaves, inputs))
         results = dict(zip(self._kept, found, strict=True))
-        state = {i: to_dtensor(t, self._sharded[i], self._mesh) for i, t in results.items() if i in self._sharded}
-        _finish(self._captured, leaves, results | state)
+        _finish(self._captured, leaves, results, self._held)
         return _returned(self._captured, {i: self._wrap(t, self._layouts[i]) for i, t in results.items()})
+
+    def _held(self, index: int, value: Tensor) -> Tensor:
+        """New state as the user's objects hold it."""
+        layout = self._sharded.get(index)
+        return value if layout is None else to_dtensor(value, layout, self._mesh)
 
 
 class SimulatedExecutor:
@@ -96,12 +101,12 @@ class SimulatedExecutor:
             for tensor, value in writes:
                 tensor.copy_(value)
         created = {i: t for i, t in results.items() if self._program.results[i].slot not in held}
-        _finish(self._captured, leaves, created)
+        _finish(self._captured, leaves, created, lambda index, value: value)
 
 
-def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -> None:
+def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor], held: Held) -> None:
     """Set state that did not exist before, and what of the state is no tensor."""
-    _create_state(captured, leaves, results)
+    _create_state(captured, leaves, results, held)
     for gradient in captured.cleared:
         gradient.create(leaves, None)
     for place, fixed in captured.python_state:
@@ -110,17 +115,18 @@ def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -
         mark_stepped(optimizer)
 
 
-def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor]) -> None:
-    """Optimizer state and gradients; equal values get storage of their own."""
+def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor], held: Held) -> None:
+    """Optimizer state and gradients; equal values get storage of their own, and so do parts of something larger."""
     storages: set[int] = set()
     for index, value in results.items():
         place = captured.targets[index]
         if not isinstance(place, (OptimizerStatePlace, GradientPlace, AttributePlace)):
             continue
         storage = value.untyped_storage().data_ptr()
-        shared = storage in storages and value.numel() > 0
+        shared = value.numel() > 0 and (storage in storages or value.untyped_storage().nbytes() > value.nbytes)
         storages.add(storage)
-        place.create(leaves, value.clone() if shared and isinstance(place, OptimizerStatePlace) else value)
+        own = value.clone() if shared and isinstance(place, OptimizerStatePlace) else value
+        place.create(leaves, held(index, own))
 
 
 def _returned(captured: Captured, results: dict[int, Any]) -> Any:

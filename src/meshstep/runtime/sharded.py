@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
 from .._torch import tensor_hooks
 from ..capture.capture import Captured
@@ -111,10 +113,12 @@ class Shards:
             inputs: The tensor of each slot; emptied of what is replaced, so that its memory can go.
         """
         plain = self._plain(inputs)
-        for index in sorted(plain, key=lambda i: isinstance(self._captured.places[i], GradientPlace)):
-            layout, old = self._layouts[index], inputs[index]
-            inputs[index] = to_dtensor(self._part(old, layout), layout, self._mesh)
-            self._replace(index, leaves, old, inputs[index])
+        if plain:
+            holders = Holders()
+            for index in sorted(plain, key=lambda i: isinstance(self._captured.places[i], GradientPlace)):
+                layout, old = self._layouts[index], inputs[index]
+                inputs[index] = to_dtensor(self._part(old, layout), layout, self._mesh)
+                self._replace(index, leaves, holders, old, inputs[index])
         return [t.to_local() if isinstance(t, DTensor) else t for t in inputs]
 
     def _plain(self, inputs: Sequence[Any]) -> list[int]:
@@ -127,12 +131,12 @@ class Shards:
             part = split(part, placement, self._mesh[axis])[self._coordinate[axis]]
         return part.clone(memory_format=torch.contiguous_format)
 
-    def _replace(self, index: int, leaves: list[Any], old: Tensor, new: DTensor) -> None:
+    def _replace(self, index: int, leaves: list[Any], holders: Holders, old: Tensor, new: DTensor) -> None:
         place = self._captured.places[index]
         if isinstance(place, (GradientPlace, OptimizerStatePlace)):
             place.create(leaves, new)
         else:
-            replace_tensor(self._captured.state, old, _like(old, new))
+            holders.replace(old, _like(old, new))
 
 
 def _check_held(captured: Captured, index: int, slot: Slot, layout: Layout) -> None:
@@ -160,19 +164,41 @@ def _like(old: Tensor, new: DTensor) -> Tensor:
     return made
 
 
-def replace_tensor(state: State, old: Tensor, new: Tensor) -> None:
-    """Put one tensor in the place of another in all modules and optimizers."""
-    for module in state.submodules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+class Holders:
+    """All modules and optimizers there are: a parameter may be held by some that are no arguments of the step.
+
+    An evaluation that is compiled with a model alone, say, must not leave its optimizer with the old parameters.
+    """
+
+    def __init__(self) -> None:
+        """Look through all objects, once for all that is replaced."""
+        self._places: dict[int, list[tuple[Any, Any]]] = {}  # by tensor: what holds it, and under which key
+        self._states: dict[int, list[Any]] = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.Module):
+                self._note_tables(found.__dict__, found.__dict__.get("_parameters"), found.__dict__.get("_buffers"))
+            elif issubclass(type(found), Optimizer):
+                self._note_optimizer(found)
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Put one tensor in the place of another."""
+        for holder, key in self._places.get(id(old), ()):
+            holder[key] = new
+        for state in self._states.get(id(old), ()):
+            state[new] = state.pop(old)
+
+    def _note_tables(self, *tables: dict[str, Any] | None) -> None:
         for table in tables:
-            for name, value in table.items():
-                if value is old:
-                    table[name] = new
-    for _, optimizer in state.optimizers:
+            for name, value in (table or {}).items():
+                if isinstance(value, Tensor):
+                    self._places.setdefault(id(value), []).append((table, name))
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            group["params"][:] = [new if t is old else t for t in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+            for index, tensor in enumerate(group["params"]):
+                self._places.setdefault(id(tensor), []).append((group["params"], index))
+        for tensor in optimizer.state:
+            self._states.setdefault(id(tensor), []).append(optimizer.state)
 
 
 def sharded_results(program: Program) -> Mapping[int, Layout]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import meshstep as ms
 from gpt import GPT
-from meshstep.passes import BucketAllReduces, CommonSubexpressions, DeadCode, Pipeline
+from meshstep.passes import Bucket, CommonSubexpressions, DeadCode, Pipeline
 
 
 def gpt_step(clip: bool = True):
@@ -56,7 +56,7 @@ def test_gradients_and_loss_take_one_all_reduce_and_the_count_of_tokens_another(
 
 def test_a_full_bucket_makes_room_for_the_next():
     args = gpt_arguments()
-    passes = Pipeline((CommonSubexpressions(), DeadCode(), BucketAllReduces(bucket_bytes=32 * 1024)))
+    passes = Pipeline((CommonSubexpressions(), DeadCode(), Bucket(bucket_bytes=32 * 1024)))
     found = sent(ms.compile(mesh=ms.Mesh(dp=2), passes=passes)(gpt_step()), *args)
     numels = [p.numel() for p in args[0].parameters()]
     assert len(found) > 3

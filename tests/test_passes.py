@@ -15,7 +15,7 @@ import meshstep as ms
 from meshstep.ir.program import Program, SlotKind, communication
 from meshstep.ir.verifier import verify_program
 from meshstep.layout import PARTIAL, shard
-from meshstep.passes import DEFAULT, BucketAllReduces, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline
+from meshstep.passes import DEFAULT, Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ def reduced(*shapes: tuple[int, ...], **axes: int) -> Program:
 
 
 def test_all_reduces_are_joined():
-    made = check_pass(BucketAllReduces(), reduced((4,), (2, 3), (), (0, 3)), "bucket.txt")
+    made = check_pass(Bucket(), reduced((4,), (2, 3), (), (0, 3)), "bucket.txt")
     assert sent(made) == [("all_reduce", 11 * 8, 4)]
 
 
@@ -124,12 +124,12 @@ def test_all_reduces_are_joined():
     ("limit", "counts"), [(1, [1, 1, 1, 1]), (16, [1, 1, 1, 1]), (32, [2, 2]), (48, [3, 1]), (64, [4]), (2**30, [4])]
 )
 def test_a_bucket_is_no_larger_than_the_limit(limit, counts):
-    made = check_pass(BucketAllReduces(limit), reduced(*[(2,)] * 4))
+    made = check_pass(Bucket(limit), reduced(*[(2,)] * 4))
     assert [count for _, _, count in sent(made)] == counts
 
 
 def test_a_value_larger_than_the_limit_has_a_bucket_of_its_own():
-    made = check_pass(BucketAllReduces(32), reduced((2,), (100,), (2,), (2,)))
+    made = check_pass(Bucket(32), reduced((2,), (100,), (2,), (2,)))
     assert sorted(sent(made)) == [("all_reduce", 16, 1), ("all_reduce", 32, 2), ("all_reduce", 800, 1)]
 
 
@@ -139,7 +139,7 @@ def test_what_depends_on_a_reduced_value_is_reduced_later():
     first, second = build.all_reduce(x), build.all_reduce(y)
     third = build.all_reduce(build(aten.mul.Tensor, first, y))
     fourth = build.all_reduce(build(aten.mul.Tensor, x, second))
-    made = check_pass(BucketAllReduces(), build.program(build(aten.add.Tensor, third, fourth)), "bucket_levels.txt")
+    made = check_pass(Bucket(), build.program(build(aten.add.Tensor, third, fourth)), "bucket_levels.txt")
     assert sent(made) == [("all_reduce", 32, 2), ("all_reduce", 32, 2)]
 
 
@@ -148,7 +148,7 @@ def test_a_user_that_stands_before_the_bucket_moves_behind_it():
     x, y = (build.input(name, 2, dp=PARTIAL) for name in "xy")
     early = build(aten.exp.default, build.all_reduce(x))
     late = build.all_reduce(build(aten.sin.default, y))
-    made = check_pass(BucketAllReduces(), build.program(early, late))
+    made = check_pass(Bucket(), build.program(early, late))
     assert sent(made) == [("all_reduce", 32, 2)]
 
 
@@ -158,14 +158,14 @@ def test_only_what_is_alike_is_joined():
     y = build.input("y", 2, dtype=torch.float32)
     calls = [(x, "sum", "dp"), (x, "max", "dp"), (x, "sum", "tp"), (y, "sum", "dp")]
     ends = [build.all_reduce(value, op, axis) for value, op, axis in calls for _ in range(2)]
-    made = check_pass(BucketAllReduces(), build.program(*ends))
+    made = check_pass(Bucket(), build.program(*ends))
     assert [count for _, _, count in sent(made)] == [2, 2, 2, 2]
 
 
 def test_layouts_are_kept():
     build = Build(dp=2, tp=2)
     values = [build.input(n, 2, 2, dp=PARTIAL, tp=shard(1)) for n in "xy"]
-    made = check_pass(BucketAllReduces(), build.program(*(build.all_reduce(x, axis="dp") for x in values)))
+    made = check_pass(Bucket(), build.program(*(build.all_reduce(x, axis="dp") for x in values)))
     assert [str(node.meta["layout"]) for _, node in made.outputs] == ["S(1)@tp R@dp"] * 2
 
 
@@ -228,16 +228,14 @@ def local_programs(draw) -> Program:
     return build.program(*ends)
 
 
-@pytest.mark.parametrize(
-    "pass_", [CommonSubexpressions(), DeadCode(), BucketAllReduces(40), BucketAllReduces(), LaunchEarly(2)], ids=repr
-)
+@pytest.mark.parametrize("pass_", [CommonSubexpressions(), DeadCode(), Bucket(40), Bucket(), LaunchEarly(2)], ids=repr)
 @given(program=local_programs())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_program(pass_, program):
     check_pass(pass_, program)
 
 
-@pytest.mark.parametrize("pass_", [*DEFAULT, BucketAllReduces(200)], ids=repr)
+@pytest.mark.parametrize("pass_", [*DEFAULT, Bucket(200)], ids=repr)
 def test_a_train_step(pass_):
     check_pass(pass_, training())
 

@@ -12,6 +12,7 @@ from torch import fx
 from .errors import InputError
 from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
+from .passes.liveness import Memory, memory
 from .plan.plan import Plan
 from .rules import Found, OpCall, found_by_running
 
@@ -82,6 +83,11 @@ class Lowered:
     def communication(self) -> tuple[Communication, ...]:
         """Every collective of a step, in program order; bytes are what each rank sends."""
         return communication(self.local_program)
+
+    @property
+    def memory(self) -> Memory:
+        """What a rank holds at most, in bytes, and where."""
+        return memory(self.local_program)
 
     @property
     def fallbacks(self) -> tuple[tuple[str, int], ...]:

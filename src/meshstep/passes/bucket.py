@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,86 +28,198 @@ class _Bucket:
 
     def add(self, node: fx.Node) -> None:
         self.nodes.append(node)
-        self.bytes += node.meta["type"].nbytes
+        self.bytes += _size(node)
 
 
 @dataclass(frozen=True, slots=True)
-class BucketAllReduces:
-    """Join all_reduces of equal op, axis and dtype that do not depend on each other. Exact.
+class Bucket:
+    """Join collectives of equal kind, axis and dtype that do not depend on each other. Exact.
 
     Args:
-        bucket_bytes: A bucket is full at this size; one larger value has a bucket of its own.
+        bucket_bytes: A bucket is full when so much of whole values is in it; one larger value has a bucket of its own.
+        gather_bytes: Likewise for gathers of stored parameters, which hold all of a bucket from the first use of one.
     """
 
     bucket_bytes: int = 25 * MIB
+    gather_bytes: int = 4 * MIB
 
     def __call__(self, program: Program) -> Program:
-        """The program with one all_reduce a bucket."""
+        """The program with one collective a bucket."""
+        kinds = dict.fromkeys(_kind(node) for node in program.graph.nodes if node.target in _FORMS)
         found = program
-        while buckets := self._buckets(found):  # joining may bring what was apart into reach: rarely, but then again
-            found = _joined(found, buckets)
+        for kind in kinds:  # one after another: of two kinds at once, each might have to wait for the other
+            while buckets := self._buckets(found, kind):  # joining may bring what was apart into reach: rarely
+                found = _joined(found, buckets)
         return found
 
-    def _buckets(self, program: Program) -> list[list[fx.Node]]:
-        """The all_reduces to join, at least two a bucket: a bucket takes what follows until it is full."""
+    def _buckets(self, program: Program, kind: Hashable) -> list[list[fx.Node]]:
+        """The collectives to join, at least two a bucket: a bucket takes what follows until it is full."""
         buckets: dict[Hashable, list[_Bucket]] = {}
-        depths = _depths(program)
+        depths = _depths(program, kind)
         for node in program.graph.nodes:
-            if node.target is not collectives.all_reduce:
+            if node.target not in _FORMS or _kind(node) != kind:
                 continue
-            type_: TensorType = node.meta["type"]
-            found = buckets.setdefault((node.args[1:], type_.dtype, type_.device, depths[node]), [])
-            if not found or found[-1].bytes + type_.nbytes > self.bucket_bytes:
+            found = buckets.setdefault(depths[node], [])
+            full = self.gather_bytes if node.meta.get("regather") else self.bucket_bytes
+            if not found or found[-1].bytes + _size(node) > full:
                 found.append(_Bucket())
             found[-1].add(node)
         return [bucket.nodes for found in buckets.values() for bucket in found if len(bucket.nodes) > 1]
 
 
-def _depths(program: Program) -> dict[fx.Node, int]:
-    """How many all_reduces lie on the way to each value: two of equal depth cannot depend on each other."""
+def _kind(node: fx.Node) -> tuple[Hashable, ...]:
+    """What the members of a bucket have in common; the dim is each one's own."""
+    type_: TensorType = node.meta["type"]
+    rest = node.args[1:] if node.target is collectives.all_reduce else (*_without_dim(node),)
+    pass_ = (bool(node.meta.get("backward")), node.meta.get("again")) if node.meta.get("regather") else None
+    return node.target, rest, type_.dtype, type_.device, pass_
+
+
+def _without_dim(node: fx.Node) -> tuple[Any, ...]:
+    return node.args[2:]
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of the whole value."""
+    sent: Any = node.args[0]
+    return max(node.meta["type"].nbytes, sent.meta["type"].nbytes)
+
+
+def _depths(program: Program, kind: Hashable) -> dict[fx.Node, int]:
+    """How many collectives of a kind lie on the way to each value: two of equal depth cannot depend on each other."""
     depths: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         below = max((depths[n] for n in node.all_input_nodes), default=0)
-        depths[node] = below + (node.target is collectives.all_reduce)
+        depths[node] = below + (node.target in _FORMS and _kind(node) == kind)
     return depths
 
 
 def _joined(program: Program, buckets: Sequence[Sequence[fx.Node]]) -> Program:
     new, copies = program.copy()
     for bucket in buckets:
-        _join(new.graph, [copies[node] for node in bucket])
+        _Join(new.graph, [copies[node] for node in bucket]).run()
     reorder(new.graph, ordered(new.graph, lambda node, place, inputs: (place,)))
     return new
 
 
-def _join(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
-    """One all_reduce of the flattened values, where the last of them is reduced; users of the others may stand before.
+class _Join:
+    """One collective for a bucket, where the last member is sent; users of the others may stand before it.
 
-    A bucket is no tensor of the user's, so its layout says nothing.
+    Stored parameters are gathered where the first of them is needed. A bucket is no tensor of the user's, so its layout
+    says nothing.
     """
-    type_: TensorType = bucket[0].meta["type"]
-    source = bucket[0].meta["source"]
-    sizes = [node.meta["type"].numel for node in bucket]
 
-    def emit(op: Any, args: tuple, type: Any, layout: Any = None) -> fx.Node:
-        return call(graph, op, args, type=type, layout=layout, source=source)
+    def __init__(self, graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
+        self.graph, self.bucket, self.first = graph, bucket, bucket[0]
+        self.type: TensorType = bucket[0].meta["type"]
 
-    def shaped(value: fx.Node, shape: tuple[int, ...], layout: Layout | None = None) -> fx.Node:
-        if value.meta["type"].shape == shape:
+    def run(self) -> None:
+        early = self.first.meta.get("regather")
+        with self.graph.inserting_before(self.bucket[0] if early else self.bucket[-1]):
+            for node, value in zip(self.bucket, _FORMS[self.first.target](self), strict=True):
+                node.replace_all_uses_with(value)
+        for node in self.bucket:
+            self.graph.erase_node(node)
+
+    def emit(self, op: Any, args: tuple, type: Any, layout: Any = None) -> fx.Node:
+        new = call(self.graph, op, args, type=type, layout=layout, source=self.first.meta["source"])
+        new.meta.update({key: self.first.meta[key] for key in ("module", "backward") if key in self.first.meta})
+        return new
+
+    def shaped(self, value: fx.Node, shape: Sequence[int], layout: Layout | None = None) -> fx.Node:
+        """A value in another shape, if it has another."""
+        if value.meta["type"].shape == tuple(shape):
             return value
-        return emit(aten.reshape.default, (value, list(shape)), type_.with_shape(shape), layout)
+        return self.emit(aten.reshape.default, (value, list(shape)), self.type.with_shape(tuple(shape)), layout)
 
-    with graph.inserting_before(bucket[-1]):
-        flat = [shaped(node.args[0], (size,)) for node, size in zip(bucket, sizes, strict=True)]  # type: ignore[arg-type]
-        joined = emit(aten.cat.default, (flat,), type_.with_shape((sum(sizes),)))
-        reduced = emit(collectives.all_reduce, (joined, *bucket[0].args[1:]), joined.meta["type"])
-        count = sum(node.meta.get("count", 1) for node in bucket)
-        reduced.meta.update(count=count, why=f"{bucket[0].meta['why']}; and {count - 1} more")
-        pieces = tuple(type_.with_shape((size,)) for size in sizes)
-        layouts = tuple(n.meta["layout"] if n.meta["type"].ndim == 1 else Layout() for n in bucket)
-        split = emit(aten.split_with_sizes.default, (reduced, sizes), pieces, layouts)
-        for index, node in enumerate(bucket):
-            value = shaped(part(graph, split, index), node.meta["type"].shape, node.meta["layout"])
-            node.replace_all_uses_with(value)
-    for node in bucket:
-        graph.erase_node(node)
+    def moved(self, value: fx.Node, order: Sequence[int]) -> fx.Node:
+        """A value with its dims in another order."""
+        if list(order) == sorted(order):
+            return value
+        shape = value.meta["type"].shape
+        type_ = self.type.with_shape(tuple(shape[d] for d in order))
+        return self.emit(aten.permute.default, (value, list(order)), type_)
+
+    def send(self, op: Any, values: Sequence[fx.Node], dim: int, args: tuple) -> fx.Node:
+        """The values joined along `dim`, and sent."""
+        shape = list(values[0].meta["type"].shape)
+        shape[dim] = sum(value.meta["type"].shape[dim] for value in values)
+        joined = self.emit(aten.cat.default, (list(values), dim), self.type.with_shape(tuple(shape)))
+        sent = self.emit(op, (joined, *args), joined.meta["type"])
+        count = sum(node.meta.get("count", 1) for node in self.bucket)
+        sent.meta.update(count=count, why=f"{self.first.meta['why']}; and {count - 1} more")
+        for key in ("regather", "again"):
+            if key in self.first.meta:
+                sent.meta[key] = self.first.meta[key]
+        return sent
+
+    def parts(self, value: fx.Node, sizes: Sequence[int], dim: int, layouts: Sequence[Layout]) -> list[fx.Node]:
+        """A value split along `dim`."""
+        shape = value.meta["type"].shape
+        types = tuple(self.type.with_shape((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes)
+        split = self.emit(aten.split_with_sizes.default, (value, list(sizes), dim), types, tuple(layouts))
+        return [part(self.graph, split, index) for index in range(len(sizes))]
+
+    def all_reduced(self) -> list[fx.Node]:
+        """Flattened, reduced, split."""
+        sizes = [node.meta["type"].numel for node in self.bucket]
+        flat = [self.shaped(node.args[0], (size,)) for node, size in zip(self.bucket, sizes, strict=True)]  # type: ignore[arg-type]
+        sent = self.send(collectives.all_reduce, flat, 0, self.first.args[1:])
+        layouts = [n.meta["layout"] if n.meta["type"].ndim == 1 else Layout() for n in self.bucket]
+        values = self.parts(sent, sizes, 0, layouts)
+        return [self.as_it_was(node, value) for node, value in zip(self.bucket, values, strict=True)]
+
+    def as_it_was(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """A value in the shape and layout of the one that it replaces."""
+        return self.shaped(value, node.meta["type"].shape, node.meta["layout"])
+
+    def all_gathered(self) -> list[fx.Node]:
+        """Flattened and gathered: a row from each rank, whose columns are split among the values."""
+        axis, size = _without_dim(self.first)
+        local = [node.args[0].meta["type"] for node in self.bucket]  # type: ignore[union-attr]
+        flat = [self.shaped(node.args[0], (t.numel,)) for node, t in zip(self.bucket, local, strict=True)]  # type: ignore[arg-type]
+        sent = self.send(collectives.all_gather, flat, 0, (0, axis, size))
+        total = sent.meta["type"].numel
+        sent.meta["type"] = self.type.with_shape((total * size,))
+        rows = self.shaped(sent, (size, total))
+        values = self.parts(rows, [t.numel for t in local], 1, [Layout()] * len(local))
+        found = []
+        for node, value, type_ in zip(self.bucket, values, local, strict=True):
+            # a stored parameter is put together where it is needed: till then the bucket has it
+            late = self.graph.inserting_before(node) if self.first.meta.get("regather") else contextlib.nullcontext()
+            with late:
+                found.append(self.gathered(node, value, type_, size))
+        return found
+
+    def gathered(self, node: fx.Node, rows: fx.Node, local: TensorType, size: int) -> fx.Node:
+        """The parts of all ranks, one after another along the dim that was gathered."""
+        dim: Any = node.args[1]
+        apart = self.shaped(rows, (size, *local.shape))
+        order = [*range(1, dim + 1), 0, *range(dim + 1, local.ndim + 1)]
+        return self.as_it_was(node, self.moved(apart, order))
+
+    def scattered(self) -> list[fx.Node]:
+        """The parts for each rank in a row of its own; rows are joined, and each rank gets its own, reduced."""
+        op, axis, size = _without_dim(self.first)
+        rows = [self.row_for_each(node, size) for node in self.bucket]
+        sent = self.send(collectives.reduce_scatter, rows, 1, (0, op, axis, size))
+        sent.meta["type"] = self.type.with_shape((1, sent.meta["type"].shape[1]))
+        sizes = [node.meta["type"].numel for node in self.bucket]
+        values = self.parts(sent, sizes, 1, [Layout()] * len(sizes))
+        return [self.as_it_was(node, value) for node, value in zip(self.bucket, values, strict=True)]
+
+    def row_for_each(self, node: fx.Node, size: int) -> fx.Node:
+        """`[.., size * n, ..]` as `[size, all else]`."""
+        value: Any = node.args[0]
+        dim: Any = node.args[1]
+        shape = value.meta["type"].shape
+        apart = self.shaped(value, (*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
+        order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
+        return self.shaped(self.moved(apart, order), (size, math.prod(shape) // size))
+
+
+_FORMS: dict[Any, Any] = {
+    collectives.all_reduce: _Join.all_reduced,
+    collectives.all_gather: _Join.all_gathered,
+    collectives.reduce_scatter: _Join.scattered,
+}

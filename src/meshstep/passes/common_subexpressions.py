@@ -26,7 +26,8 @@ class CommonSubexpressions:
         for node in program.graph.nodes:
             if node.op != "call_function" or is_random(node):
                 continue
-            key = (node.target, _key(node.args, merged), _key(node.kwargs, merged), node.meta["layout"])
+            call = (node.target, _key(node.args, merged), _key(node.kwargs, merged))
+            key = (*call, node.meta["layout"], node.meta.get("again"))  # what is gathered again stays apart
             if first.setdefault(key, node) is not node:
                 merged[node] = first[key]
         return program.copy(merged=merged)[0] if merged else program

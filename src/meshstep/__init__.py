@@ -1,6 +1,6 @@
 """Compiles a single-device PyTorch train step into one program for a mesh of devices, and proves it equal."""
 
-from . import _torch, rules
+from . import _torch, checkpoint, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
 from .errors import (
     CaptureError,
@@ -51,6 +51,7 @@ __all__ = [
     "Verification",
     "VerifyError",
     "World",
+    "checkpoint",
     "compile",
     "init",
     "materialize",

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
 from .capture.capture import Captured, capture
 from .capture.source import name_of
-from .errors import InputError
+from .errors import CheckpointError, InputError
 from .ir.program import Program, Slot
 from .layout import Layout
 from .lowered import Lowered
@@ -62,6 +62,7 @@ class Step(ABC):
         self._signature = inspect.signature(function)
         self._cache: Cache[Executor] = Cache()
         self._seed = Seed(None)
+        self._objects: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -113,6 +114,28 @@ class Step(ABC):
         simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
         return compare(self._function, simulated, lambda i: (args, kwargs), steps)
 
+    def objects(self) -> dict[str, Any]:
+        """The modules and optimizers of the last call that was compiled, by their names, and the step itself.
+
+        Raises:
+            CheckpointError: There was none.
+        """
+        if not self._objects:
+            raise CheckpointError(
+                "a step that was not called yet knows no modules",
+                at=name_of(self._function),
+                hint="{'model': model, 'optimizer': optimizer, 'step': step}",
+            )
+        return {**self._objects, "step": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step keeps between calls: its random numbers."""
+        return self._seed.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._seed.load_state_dict(state)
+
     def cache_info(self) -> CacheInfo:
         """Hits and misses, and why each miss was one."""
         return self._cache.info()
@@ -150,6 +173,7 @@ class Step(ABC):
         self._agree(call, mesh, reason)
         captured, local, _ = self._partitioned(call, mesh)
         guards = Guards(captured, local)
+        self._objects = dict([*captured.state.modules, *captured.state.optimizers])
         captured.state.held.clear()  # what becomes a shard must not be held whole
         inputs = guards.bind(call.leaves)
         assert not isinstance(inputs, str), inputs

@@ -47,6 +47,16 @@ class Seed:
             self._drawn = True
         return torch.tensor([self._agreed, self._step], dtype=torch.int64, device=device)
 
+    def state_dict(self) -> dict[str, int]:
+        """The seed and the number of the last call."""
+        return {} if self._agreed is None else {"seed": self._agreed, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after that call; torch's own random state is set before."""
+        if state:
+            self._initial, self._agreed = torch.initial_seed(), state["seed"]
+            self._step, self._drawn = state["step"], True
+
     def _agree(self) -> int:
         assert self._initial is not None
         signed = (self._initial + 2**63) % 2**64 - 2**63

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
 import time
@@ -128,11 +127,16 @@ def exchange(topic: str, message: str, timeout: float) -> list[str | None]:
     heard: list[str | None] = []
     for rank in range(here.size):
         key = f"meshstep/{topic}/{rank}"
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([key], datetime.timedelta(seconds=left))
-        except dist.DistStoreError:
-            heard.append(None)
-        else:
-            heard.append(store.get(key).decode())
+        heard.append(store.get(key).decode() if _appears(store, key, deadline) else None)
     return heard
+
+
+def _appears(store: Any, key: str, deadline: float) -> bool:
+    """Whether a key is set in time. Asked again and again: a wait would keep other threads from the store."""
+    pause = 0.0005
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True

@@ -1,0 +1,5 @@
+"""Checkpoints that move: from any mesh and plan to any other, to and from one process and a plain `state_dict`."""
+
+from .api import Handle, load, save
+
+__all__ = ["Handle", "load", "save"]

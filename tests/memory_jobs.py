@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -82,10 +83,15 @@ def fsdp_peaks() -> dict[str, int]:
         want = train_step(theirs, their_optimizer, *parts)
     dist.all_reduce(want)
     return {
-        "ours": _allocated(lambda: step(ours, optimizer, *parts)),
-        "theirs": _allocated(lambda: train_step(theirs, their_optimizer, *parts)),
+        "ours": _median(lambda: _allocated(lambda: step(ours, optimizer, *parts))),
+        "theirs": _median(lambda: _allocated(lambda: train_step(theirs, their_optimizer, *parts))),
         "difference": abs(found.item() - want.item() / dist.get_world_size()) < 1e-2,
     }
+
+
+def _median(measure: Callable[[], int]) -> int:
+    """Of five: what gloo's threads hold at a moment is theirs to say."""
+    return sorted(measure() for _ in range(5))[2]
 
 
 def _allocated(run: Callable[[], Any]) -> int:
@@ -126,6 +132,7 @@ def predicted_and_measured(kind: str, plan: ms.Plan, mesh: ms.Mesh) -> tuple[int
     for _ in range(2):
         step(model, optimizer, *parts)
     memory = step.lower(model, optimizer, *parts).memory
+    gc.collect()  # the memory of what is freed later would be taken for new
     with Held() as held:
         step(model, optimizer, *parts)
     return memory.activations + memory.temporaries, held.peak

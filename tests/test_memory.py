@@ -39,7 +39,8 @@ def test_memory_is_split_by_what_it_is_for():
     assert found["data_parallel"].optimizer_state == pytest.approx(2 * whole, rel=0.01)  # and counters
     assert found["fsdp"].parameters == whole / 4
     assert found["fsdp"].state == pytest.approx(3 * whole / 4, rel=0.02)
-    assert found["fsdp"].activations == pytest.approx(found["data_parallel"].activations, rel=0.2)
+    assert found["fsdp"].activations > whole  # it is at its most during the backward
+    assert found["data_parallel"].temporaries > whole  # and this one when all gradients are in their bucket
     for memory in found.values():
         parts = memory.activations + memory.temporaries + memory.state + memory.arguments
         assert memory.peak == parts

@@ -48,8 +48,12 @@ def named_placements(program: Program, plan: Plan) -> Named:
     styles, found = Styles(program), dict[str, dict[str, Placement]]()
     for axis in plan:
         _check_patterns(program, axis)
-        size, named = program.mesh[axis.axis], dict[str, Placement]()
+        size, named, decided = program.mesh[axis.axis], dict[str, Placement](), dict(axis.state)
         for slot, node in program.inputs:
+            if axis.in_place and slot.kind is SlotKind.PARAMETER and str(slot) in decided:
+                if shard_dim(decided[str(slot)]) is not None:
+                    named[slot.name] = decided[str(slot)]
+                continue
             choice = choice_of(axis, slot.name) if slot.kind is SlotKind.PARAMETER and axis.in_place else None
             if isinstance(choice, Placement):
                 named[slot.name] = _fitting(choice, node.meta["type"], slot, axis, size)
@@ -163,6 +167,10 @@ def _fitting(placement: Placement, type_: TensorType, slot: Slot, plan: AxisPlan
     return placement
 
 
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
 def _check_patterns(program: Program, plan: AxisPlan) -> None:
     """See that every pattern fits something.
 
@@ -175,7 +183,9 @@ def _check_patterns(program: Program, plan: AxisPlan) -> None:
     for pattern, _ in plan.patterns:
         if any(fnmatchcase(name, pattern) for name in known):
             continue
-        near = difflib.get_close_matches(pattern, known, 1, 0.3)
+        near = sorted(
+            difflib.get_close_matches(pattern, known, 3, 0.3), key=lambda name: (-_likeness(name, pattern), name)
+        )
         raise PlanError(
             f"the plan names {pattern!r}, and nothing has such a name",
             at=f"{plan.kind} on axis {plan.axis!r}",

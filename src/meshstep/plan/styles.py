@@ -71,7 +71,8 @@ class Styles:
             raise PlanError(
                 f"{style!r} for a parameter that no matrix product, lookup or convolution uses",
                 at=f"parameter {name} {list(shape)}",
-                hint="a placement instead of a style, or leave it out: it stays whole",
+                hint="a placement instead of a style, or leave it out: it stays whole; to materialize, the plan of a "
+                "lowered step, which has placements",
             )
         use = self._use(node, dim) if style == "colwise" else _Use(1, [])
         if size > 1:

@@ -37,11 +37,12 @@ class Bucket:
 
     Args:
         bucket_bytes: A bucket is full when so much of whole values is in it; one larger value has a bucket of its own.
-        gather_bytes: Likewise for gathers of stored parameters, which hold all of a bucket from the first use of one.
+        shard_bytes: Likewise for gathers of stored parameters, which hold all of a bucket from the first use of one,
+            and for scatters of gradients, which hold all of one until the last is there.
     """
 
     bucket_bytes: int = 25 * MIB
-    gather_bytes: int = 4 * MIB
+    shard_bytes: int = 4 * MIB
 
     def __call__(self, program: Program) -> Program:
         """The program with one collective a bucket."""
@@ -60,7 +61,8 @@ class Bucket:
             if node.target not in _FORMS or _kind(node) != kind:
                 continue
             found = buckets.setdefault(depths[node], [])
-            full = self.gather_bytes if node.meta.get("regather") else self.bucket_bytes
+            small = node.meta.get("regather") or node.target is collectives.reduce_scatter
+            full = self.shard_bytes if small else self.bucket_bytes
             if not found or found[-1].bytes + _size(node) > full:
                 found.append(_Bucket())
             found[-1].add(node)

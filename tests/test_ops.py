@@ -21,10 +21,9 @@ ALWAYS = (
     "_softmax_backward_data", "cdist", "cumsum", "gather", "index_add", "index_put", "linalg.solve_ex", "logsumexp",
     "nn.functional.cross_entropy", "nn.functional.embedding", "nn.functional.embedding_bag",
     "nn.functional.layer_norm", "nn.functional.multi_margin_loss", "nn.functional.rrelu", "put", "scatter_add",
-    "scatter_reduce mean", "take", "topk",
+    "scatter_reduce mean", "take", "tensor_split", "topk",
 )  # fmt: skip
-UNTYPED = ("tensor_split",)  # PyTorch itself fails before anything can be recorded
-OPS = [op for i, op in enumerate(all_ops()) if (i % EVERY == 0 or name_of(op) in ALWAYS) and name_of(op) not in UNTYPED]
+OPS = [op for i, op in enumerate(all_ops()) if i % EVERY == 0 or name_of(op) in ALWAYS]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -33,7 +33,7 @@ from .places import (
 )
 from .randomness import undisturbed
 from .scalars import compute_scalars_in_float64
-from .source import definition_line, name_of, user_line
+from .source import definition_line, name_of, no_data, user_line
 from .state import Held, State, collect, hyperparameters, overlap, python_values, state_slot
 from .swap import fake_like, swapped
 from .tracer import Tracer
@@ -235,6 +235,7 @@ class _Capture:
             LiveNumbers(),
             self.mode,
             self.tracer,
+            no_data(),
         ):
             return invoke(arguments)
 

@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def value_needed(line: str) -> CaptureError:
     """The error when Python wants to know the value of a tensor at a line."""
+    if _checks_a_distribution():
+        return CaptureError(
+            "a distribution checks its arguments, which takes their values",
+            at=line or None,
+            hint="validate_args=False",
+        )
     optimizer = _running_optimizer()
     if optimizer is not None:
         return CaptureError(
@@ -58,6 +64,38 @@ def value_needed(line: str) -> CaptureError:
         at=line or None,
         hint="return the tensor from the step and look at it outside, or use torch.where",
     )
+
+
+@contextlib.contextmanager
+def no_data() -> Iterator[None]:
+    """What torch says when a kernel reads a tensor of which only the shape is known, in the words of a capture."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "its data is not allocated yet" not in str(error):
+            raise
+        raise value_needed(_raised_at(error.__traceback__)) from error
+
+
+def _raised_at(traceback: TracebackType | None) -> str:
+    """The user's line of the innermost frame."""
+    line = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_users(code.co_filename):
+            line = f"{os.path.basename(code.co_filename)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _checks_a_distribution() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    folder = os.path.join(os.path.dirname(torch.__file__), "distributions") + os.sep
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(folder) and frame.f_code.co_name in ("__init__", "_validate_sample"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _running_optimizer() -> str | None:

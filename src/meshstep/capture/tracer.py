@@ -162,7 +162,8 @@ class Tracer(TorchDispatchMode):
                 return random_result(self._random_tensor, self._draws, func, args, kwargs)
         before = self._operands(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._write_down(func, args, kwargs, before, out)
+        if not isinstance(out, (bool, int)):  # what is known of shapes: there is nothing to compute
+            self._write_down(func, args, kwargs, before, out)
         return out
 
     def _random_tensor(

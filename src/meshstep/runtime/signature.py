@@ -144,7 +144,8 @@ class Guards:
             if bool(number.value() != 0) is not nonzero:
                 return f"{type(number.optimizer).__name__}'s {number.key} is {'0' if nonzero else 'no longer 0'}"
         for place, hooks in self._hooks:
-            if tensor_hooks(place.read(leaves)) != hooks:  # type: ignore[arg-type]
+            tensor = place.read(leaves)
+            if tensor is not None and tensor_hooks(tensor) != hooks:
                 return "a parameter has other hooks"
         changed = self._attributes.difference()
         if changed is not None:

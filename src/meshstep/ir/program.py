@@ -30,7 +30,7 @@ from .._torch import OpOverload
 from ..layout import Layout
 from ..mesh import Mesh
 from .collectives import COLLECTIVES, SENDS_NOTHING, axis_of, bytes_sent
-from .types import TensorType
+from .types import TensorType, bytes_text, dtype_text
 
 
 class SlotKind(Enum):
@@ -247,6 +247,13 @@ class Communication:
     count: int
     source: str
     why: str
+
+    def __str__(self) -> str:
+        """`all_reduce over tp of 2 values, 512 KiB, f32  gpt.py:19: %view_75 is P(sum), add_1 needs R`."""
+        values = f" of {self.count} values" if self.count > 1 else ""
+        where = f"  {self.source}" if self.source else ""
+        text = f"{self.kind} over {self.axis}{values}, {bytes_text(self.bytes)}, {dtype_text(self.dtype)}"
+        return f"{text}{where}: {self.why}"
 
 
 def communication(program: Program) -> tuple[Communication, ...]:

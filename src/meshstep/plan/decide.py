@@ -50,7 +50,7 @@ def decide(
     placed = {**state.placements, **arguments}
     inputs = [placed.get(slot, REPLICATE) for slot in program.slots]
     in_play = frozenset(map(blocks, inputs)) | _merged(program, inputs)
-    calls = Calls(program, program.mesh[plan.axis], in_play - {1})
+    calls = Calls(program, program.mesh[plan.axis], in_play - {0, 1})
     wanted = wanted_placements(program, plan, calls)
     left = keep_sharded(program, calls, inputs, pinned=plan.in_place, wanted=wanted)
     outputs = [

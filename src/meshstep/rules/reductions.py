@@ -76,7 +76,7 @@ def _both(call: OpCall, dim: int) -> Iterator[Rule]:
 
 def _mean(call: OpCall, dim: int) -> Iterator[Rule]:
     """The mean is the sum of the shards' means, each divided by the number of ranks."""
-    yield Rule((shard(dim),), (PARTIAL,), share_of_mean)
+    yield Rule((shard(dim),), (PARTIAL,), share_of_mean, anywhere=True)
 
 
 def share_of_mean(local: Local) -> tuple[fx.Node, ...]:
@@ -87,7 +87,7 @@ def share_of_mean(local: Local) -> tuple[fx.Node, ...]:
 
 def _norm(call: OpCall, dim: int) -> Iterator[Rule]:
     """A norm over all ranks from the norms of the shards."""
-    yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms)
+    yield Rule((shard(dim),), (REPLICATE,), _norm_of_norms, anywhere=True)
 
 
 def _norm_of_norms(local: Local) -> tuple[fx.Node, ...]:
@@ -135,7 +135,7 @@ def _truth(op: str) -> Across:
         number = local.emit(aten._to_copy.default, local.again(), dtype=torch.int32)
         return (local.emit(aten.ne.Scalar, local.emit(collectives.all_reduce, number, op, local.axis), 0),)
 
-    return lambda call, dim: iter([Rule((shard(dim),), (REPLICATE,), form)])
+    return lambda call, dim: iter([Rule((shard(dim),), (REPLICATE,), form, anywhere=True)])
 
 
 _ANY, _ALL = reduction(_truth("max")), reduction(_truth("min"))

@@ -77,11 +77,13 @@ class Rule:
         inputs: One placement for each of `OpCall.tensors`.
         outputs: One placement for each output; None where the op returns none.
         local: Writes the local computation where it is more than the same op on smaller tensors.
+        anywhere: Whether the local form holds for shards of any elements along a dim, not of neighbours only.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
     local: Callable[[Local], tuple[fx.Node, ...]] | None = field(default=None, compare=False)
+    anywhere: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def even_rules(
 
 def _permutes(entry: Entry, rule: Rule) -> bool:
     sharded = any(p is not None and shard_dim(p) is not None for p in (*rule.inputs, *rule.outputs))
-    return entry.permutes and sharded and rule.local is None
+    return entry.permutes and sharded and (rule.local is None or rule.anywhere)
 
 
 def _in_blocks(rule: Rule, count: int) -> Rule:
@@ -212,7 +214,7 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
         return placement if dim is None else strided(dim, count)
 
     inputs = tuple(changed(placement) or REPLICATE for placement in rule.inputs)
-    return Rule(inputs, tuple(map(changed, rule.outputs)))
+    return Rule(inputs, tuple(map(changed, rule.outputs)), rule.local, rule.anywhere)
 
 
 def divides(call: OpCall, rule: Rule, size: int) -> bool:

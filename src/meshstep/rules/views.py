@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layout import REPLICATE, local_shape, shard, shard_dim, strided
+from ..layout import REPLICATE, local_shape, shard, strided
 from .factors import Origins, alike, all_but_last, apart_from, dims_of, follow, partials
 from .rule import Entry, Local, OpCall, Rule, Table
 
@@ -176,17 +176,8 @@ def squeeze(call: OpCall) -> Iterator[Rule]:
     gone, shape = _squeezed(call), call.tensors[0].shape
     for to, dim in enumerate(d for d in range(len(shape)) if d not in gone):
         rule = alike(call, dim, to)
-        yield Rule(rule.inputs, rule.outputs, _squeeze_whole)
+        yield Rule(rule.inputs, rule.outputs, _squeeze_whole, anywhere=True)
     yield from partials(call, "all")
-
-
-def squeeze_blocks(call: OpCall, counts: frozenset[int], size: int) -> Iterator[Rule]:
-    """As plain shards."""
-    for rule in squeeze(call):
-        if rule.local is not None and rule.outputs[0] is not None:
-            source, target = shard_dim(rule.inputs[0]), shard_dim(rule.outputs[0])
-            if source is not None and target is not None:
-                yield from (Rule((strided(source, n),), (strided(target, n),), _squeeze_whole) for n in sorted(counts))
 
 
 def _squeezed(call: OpCall) -> list[int]:
@@ -317,7 +308,7 @@ def _slice_of_blocks(dim: int, start: int, end: int, size: int) -> Callable[[Loc
 
 
 _VIEW = Entry(view, output_size("size"), blocks=view_blocks)
-_SQUEEZE = Entry(squeeze, blocks=squeeze_blocks)
+_SQUEEZE = Entry(squeeze)
 _ALONG_DIM = _linear(apart_from("dim"))
 _SPLIT = _linear(apart_from("dim"), blocks=split_blocks)
 _IN_BATCH = _linear(all_but_last(2))

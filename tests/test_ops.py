@@ -17,6 +17,7 @@ from meshstep.api import Options
 from meshstep.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshstep.layout import REPLICATE, Layout, shard
 
+aten = torch.ops.aten
 EVERY = 7  # of the ops in the order of the database
 ALWAYS = (
     "_softmax_backward_data", "cdist", "cumsum", "gather", "index_add", "index_put", "linalg.solve_ex", "logsumexp",

@@ -248,6 +248,17 @@ def other_mesh() -> str:
     return "no error"
 
 
+def other_rows_along_tp() -> str:
+    """Ranks of a tensor-parallel axis that load batches of their own."""
+    step = ms.compile(backend="eager", mesh=ms.Mesh(tp=2), plan=ms.plans.tensor_parallel({"head": "colwise"}))
+    model = small_gpt()
+    try:
+        step(train_step)(model, optimizer_for(model, "adamw"), *batch(dist.get_rank()))
+    except ms.InputError as error:
+        return str(error)
+    return "no error"
+
+
 def parameter_as_argument() -> str:
     """A parameter that no module holds."""
     step = ms.compile(backend="eager", plan=ms.plans.fsdp())(lambda w, x: (x @ w).sum())

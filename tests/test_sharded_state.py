@@ -107,6 +107,16 @@ def test_state_on_another_mesh_is_refused(pools):
         )
 
 
+def test_ranks_of_an_axis_that_does_not_split_the_batch_pass_the_same_rows(pools):
+    for text in pools(2).run(jobs.other_rows_along_tp):
+        assert text == (
+            "ranks 0 and 1 pass different values of an argument that is whole over axis 'tp'\n"
+            "  at   train_step: argument x, R@tp\n"
+            "  try  ranks along 'tp' pass the same rows (let the loader go by the place along the axes that split the "
+            "batch); or inputs={...: Shard(dim)}"
+        )
+
+
 def test_a_parameter_that_no_module_holds_is_refused(pools):
     for text in pools(2).run(jobs.parameter_as_argument):
         assert text == (

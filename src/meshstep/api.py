@@ -26,7 +26,7 @@ from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
 from .plan.plan import Plan
-from .runtime.agreement import agree_on_call, agree_on_program, agree_on_state
+from .runtime.agreement import agree_on_arguments, agree_on_call, agree_on_program, agree_on_state
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
@@ -237,6 +237,8 @@ class CompiledStep(Step):
         agree_on_program(topic, local)
         if self.cache_info().misses == 0:
             agree_on_state(topic, local.slots, inputs)
+            layouts, _ = self._layouts(call, local.mesh)
+            agree_on_arguments(topic, call.names, call.leaves, layouts, local.mesh)
         device = next((t.device.type for t in inputs), "cpu")
         module = lower(local, axis_groups(local.mesh, device))
         cold = captured.creates_state and self._options.backend == "inductor"  # runs once: not worth compiling

@@ -16,6 +16,8 @@ from ..errors import InputError, RankMismatchError
 from ..ir.printer import program_text
 from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
 from ..ir.types import TensorType
+from ..layout import REPLICATE, Layout
+from ..mesh import Mesh
 from .cache import FIRST_CALL
 from .world import exchange, world
 
@@ -90,6 +92,49 @@ def agree_on_state(topic: str, slots: Sequence[Slot], inputs: Sequence[Tensor]) 
                 at=f"{topic.split('/')[0]}: {name}",
                 hint="torch.manual_seed with one seed on all ranks before the model is made, or load one checkpoint",
             )
+
+
+def agree_on_arguments(
+    topic: str, names: Sequence[str], leaves: Sequence[Any], layouts: Sequence[Layout | None], mesh: Mesh
+) -> None:
+    """See that ranks that should pass the same values do: those along an axis over which an argument is whole.
+
+    Args:
+        topic: Of this step and compilation, the same on all ranks.
+        names: Paths of the arguments.
+        leaves: The arguments.
+        layouts: How each lies; None for what is no tensor.
+        mesh: The mesh.
+
+    Raises:
+        InputError: They do not; names the argument and the ranks.
+    """
+    whole = {
+        name: (leaf, layout)
+        for name, leaf, layout in zip(names, leaves, layouts, strict=True)
+        if layout is not None and not isinstance(leaf, (DTensor, torch.nn.Parameter)) and _whole_axes(layout, mesh)
+    }
+    if not whole or world().size == 1:
+        return
+    with torch.no_grad():
+        ours = {name: [value.hex() for value in _sums(leaf).tolist()] for name, (leaf, _) in whole.items()}
+    heard = [json.loads(said or "{}") for said in exchange(f"{topic}/arguments", json.dumps(ours), FIRST_CALL_S)]
+    for name, (_, layout) in whole.items():
+        for axis in _whole_axes(layout, mesh):
+            for rank in range(mesh.size):
+                first = mesh.group(rank, axis)[0]
+                if heard[rank].get(name) != heard[first].get(name):
+                    ranks = f"ranks {first} and {rank}"
+                    raise InputError(
+                        f"{ranks} pass different values of an argument that is whole over axis {axis!r}",
+                        at=f"{topic.split('/')[0]}: argument {name}, {layout}",
+                        hint=f"ranks along {axis!r} pass the same rows (let the loader go by the place along the axes "
+                        "that split the batch); or inputs={...: Shard(dim)}",
+                    )
+
+
+def _whole_axes(layout: Layout, mesh: Mesh) -> list[str]:
+    return [axis for axis, placement in layout.placements if placement == REPLICATE and mesh[axis] > 1]
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -465,7 +465,12 @@ def attention(d: Draw) -> dict[Any, list[Call]]:
         call(q, k, v, attn_mask=d(12, 24, 5, 7)),
     ]  # fmt: skip
     long = d(1, 1, 12, 4)  # queries divide over the ranks
-    forward += [call(long, long, long, 0.0, True), call(long, d(1, 1, 7, 4), d(1, 1, 7, 4), attn_mask=d(12, 7))]
+    keys = d(1, 1, 7, 4)
+    forward += [
+        call(long, long, long, 0.0, True),
+        call(long, keys, keys, attn_mask=d(12, 7)),
+        call(long, keys, keys, attn_mask=d(1, 1, 12, 7)),
+    ]
     grouped = [call(q, d(12, 12, 7, 4), d(12, 12, 7, 4)), call(q, d(12, 1, 7, 4), d(12, 1, 7, 4))]
     forward += [c for c in grouped if _runs(op, c[0])]
     return {

@@ -160,3 +160,26 @@ def test_a_partial_argument_is_refused():
     assert str(caught.value) == (
         "a partial argument\n  at   argument x\n  try  Shard(dim) or Replicate(): reduce it first"
     )
+
+
+def test_a_buffer_of_truth_values_is_verified_too():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.mask
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = ms.verify(step, lambda i: ((model, optimizer, torch.ones(4, 4) * (i + 1)), {}), mesh=MESH, steps=2)
+    assert found.ok and found.values["buffer"] == 1

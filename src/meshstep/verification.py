@@ -156,7 +156,8 @@ def _scales(values: Mapping[str, Tensor]) -> dict[str, float]:
     """
     kinds, greatest = {name: _kind(name) for name in values}, dict[str, float]()
     for name, value in values.items():
-        finite = value[torch.isfinite(value)].abs() if value.numel() else value
+        wide = value.double() if value.dtype is torch.bool else value  # it has no absolute value
+        finite = wide[torch.isfinite(wide)].abs() if wide.numel() else wide
         largest = finite.max().item() if finite.numel() else 0.0
         greatest[kinds[name]] = max(greatest.get(kinds[name], SMALL), float(largest))
     return {name: greatest[kind] for name, kind in kinds.items()}
@@ -174,7 +175,8 @@ def _error(found: Tensor | None, want: Tensor | None, scale: float) -> float:
         return float("inf")
     if found.numel() == 0:
         return 0.0
-    a, b = found.to(torch.complex128 if found.is_complex() else torch.float64), want.to(found.device)
+    exact = torch.complex128 if found.is_complex() else torch.float64
+    a, b = found.to(exact), want.to(found.device, exact)
     both = torch.isfinite(a) & torch.isfinite(b)
     if not torch.equal(torch.nan_to_num(a[~both]), torch.nan_to_num(b[~both].to(a.dtype))):
         return float("inf")

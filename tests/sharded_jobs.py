@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
+import weakref
 from typing import Any
 
 import torch
@@ -246,6 +248,21 @@ def other_mesh() -> str:
     except ms.PlanError as error:
         return str(error)
     return "no error"
+
+
+def whole_parameters_alive(plan: ms.Plan) -> list[int]:
+    """How many of the first, whole parameters there still are after each call."""
+    mesh = ms.Mesh(dp=dist.get_world_size())
+    model = small_gpt()
+    optimizer = optimizer_for(model, "adamw")
+    known = [weakref.ref(p) for p in model.parameters()]
+    step = ms.compile(backend="eager", plan=plan, mesh=mesh)(train_step)
+    counts = []
+    for i in range(3):
+        step(model, optimizer, *my_part(mesh, plan, *batch(i)))
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in known))
+    return counts
 
 
 def other_rows_along_tp() -> str:

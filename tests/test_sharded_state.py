@@ -57,6 +57,11 @@ def test_fsdp_holds_its_share_of_the_state_and_no_more(pools):
         assert found["bytes"] <= found["whole bytes"] / 4 * 1.02
 
 
+def test_what_was_whole_is_gone_after_the_first_call(pools):
+    """Nothing of ours may hold it: neither a guard nor a program that is not run again."""
+    assert pools(2).run(jobs.whole_parameters_alive, P.fsdp()) == [[0, 0, 0]] * 2
+
+
 def test_parameters_are_dtensors_of_the_true_layout(pools):
     first, *others = pools(4).run(jobs.layouts, P.fsdp() + TP, Mesh(dp=2, tp=2))
     assert all(other == first for other in others)

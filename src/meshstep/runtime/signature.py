@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,10 @@ def _text(compared: Any) -> str:
     return str(first) if isinstance(first, TensorType) else repr(compared[1])
 
 
+def _nothing() -> None:
+    """What has been seen at first."""
+
+
 class Guards:
     """The state that a program was compiled for: read at every call, and compared while it is read.
 
@@ -130,7 +135,8 @@ class Guards:
         self._places = captured.places
         held = {str(h.slot): (TensorType.of(h.tensor), h.tensor.requires_grad) for h in state.held}
         self._wanted = [held.get(name) for name in self._names]
-        self._seen: list[Any] = [None] * len(self._places)
+        # Weak: a whole parameter that has become a shard must not stay for having been looked at.
+        self._seen: list[Callable[[], Any]] = [_nothing] * len(self._places)
 
     def bind(self, leaves: list[Any]) -> list[Tensor] | str:
         """The tensor of each slot now, or why the program does not fit."""
@@ -165,12 +171,12 @@ class Guards:
             want = wanted[i]
             if want is None:
                 continue
-            if tensor is not seen[i]:
+            if tensor is None or tensor is not seen[i]():
                 if not isinstance(tensor, Tensor) or TensorType.of(tensor) != want[0]:
                     return f"{self._names[i]} has another type"
                 if isinstance(tensor, DTensor) and tensor.placements != self._lies[i]:
                     return f"{self._names[i]} lies otherwise"
-                seen[i] = tensor
+                seen[i] = weakref.ref(tensor)
             if tensor.requires_grad is not want[1]:
                 return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"
         for table in self._tables:

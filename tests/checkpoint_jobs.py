@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_jobs import batch
+from rank_jobs import batch, train_step
 from sharded_jobs import STYLES, my_part, whole
 from torch import Tensor, nn
 
@@ -27,15 +27,6 @@ LAYOUTS: dict[str, tuple[ms.Plan | None, ms.Mesh]] = {
     "hsdp": (P.data_parallel("replicate") + P.fsdp("shard"), Mesh(replicate=2, shard=2)),
     "fsdp x tp": (P.fsdp() + TP, Mesh(dp=2, tp=2)),
 }
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 class Run:

@@ -13,6 +13,14 @@ import meshstep as ms
 MESH = ms.Mesh(dp=2)
 
 
+def squares(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def split_at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.tensor_split(x, places, 1)[0].sum()
 
@@ -129,14 +137,7 @@ def test_a_learning_rate_that_becomes_zero_is_followed():
     model, x = nn.Linear(4, 4).double(), torch.randn(4, 4, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    simulated = ms.simulate(step, mesh=MESH)
+    simulated = ms.simulate(squares, mesh=MESH)
     simulated(model, optimizer, x)
     optimizer.param_groups[0]["lr"] = 0.0
     before = model.weight.detach().clone()
@@ -172,14 +173,7 @@ def test_a_buffer_of_truth_values_is_verified_too():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) * self.mask
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = ms.verify(step, lambda i: ((model, optimizer, torch.ones(4, 4) * (i + 1)), {}), mesh=MESH, steps=2)
+    found = ms.verify(squares, lambda i: ((model, optimizer, torch.ones(4, 4) * (i + 1)), {}), mesh=MESH, steps=2)
     assert found.ok and found.values["buffer"] == 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
@@ -216,11 +217,7 @@ class CompiledStep(Step):
     def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
         layouts = argument_layouts(call, mesh, self.plan, self._options.inputs)
         shapes = [
-            None
-            if layout is None
-            else leaf.shape
-            if isinstance(leaf, DTensor)
-            else layout.global_shape(leaf.shape, mesh)
+            None if layout is None else _global_shape(leaf, layout, mesh)
             for leaf, layout in zip(call.leaves, layouts, strict=True)
         ]
         return layouts, shapes
@@ -278,6 +275,10 @@ class SimulatedStep(Step):
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
+
+
+def _global_shape(leaf: Tensor, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(leaf.shape) if isinstance(leaf, DTensor) else layout.global_shape(leaf.shape, mesh)
 
 
 def _as_it_is(value: Any, layout: Layout) -> Any:

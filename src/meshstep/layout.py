@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -55,6 +55,18 @@ def split(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
     shape, n = tensor.shape, tensor.shape[dim]
     pieces = tensor.reshape(*shape[:dim], count, size, n // (count * size), *shape[dim + 1 :]).unbind(dim + 1)
     return [piece.reshape(*shape[:dim], n // size, *shape[dim + 1 :]) for piece in pieces]
+
+
+def own_part(whole: Tensor, splits: Iterable[tuple[Placement, int, int]]) -> Tensor:
+    """The part of one rank, a view where it can be.
+
+    Args:
+        whole: The whole tensor.
+        splits: For each axis, in order, the placement along it, the number of ranks, and this rank's place among them.
+    """
+    for placement, size, index in splits:
+        whole = split(whole, placement, size)[index]
+    return whole
 
 
 def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:

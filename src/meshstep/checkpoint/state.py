@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..layout import blocks, shard_dim, split
+from ..layout import blocks, own_part
 
 
 @dataclass(slots=True)
@@ -214,9 +214,7 @@ def fill(tensor: Tensor, read: Tensor) -> None:
     if read is tensor:
         return
     assert isinstance(tensor, DTensor)
-    part, mesh = read, tensor.device_mesh
-    for axis, placement in enumerate(tensor.placements):
-        if shard_dim(placement) is not None:
-            part = split(part, placement, mesh.size(axis))[mesh.get_local_rank(axis)]
+    mesh = tensor.device_mesh
+    splits = ((p, mesh.size(axis), mesh.get_local_rank(axis)) for axis, p in enumerate(tensor.placements))
     with torch.no_grad():
-        tensor.to_local().copy_(part)
+        tensor.to_local().copy_(own_part(read, splits))

@@ -88,6 +88,16 @@ SENDS_NOTHING = frozenset({axis_slice, axis_index})
 _AXIS: dict[Any, int] = {all_reduce: 2, all_gather: 2, reduce_scatter: 3, all_to_all: 3, axis_slice: 2, axis_index: 0}
 
 
+def parts_first(dim: int, ndim: int) -> list[int]:
+    """The order that brings the dim of the parts to the front: `[.., parts, n, ..]` to `[parts, .., n, ..]`."""
+    return [dim, *(d for d in range(ndim) if d != dim)]
+
+
+def parts_back(dim: int, ndim: int) -> list[int]:
+    """The order that takes it back before `dim`."""
+    return [*range(1, dim + 1), 0, *range(dim + 1, ndim)]
+
+
 def axis_of(op: object, args: tuple) -> str:
     """The mesh axis of a call of a collective."""
     return args[_AXIS[op]]

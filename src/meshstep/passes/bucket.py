@@ -50,7 +50,10 @@ class Bucket:
         found = program
         for kind in kinds:  # one after another: of two kinds at once, each might have to wait for the other
             while buckets := self._buckets(found, kind):  # joining may bring what was apart into reach: rarely
-                found = _joined(found, buckets)
+                if found is program:
+                    found, copies = program.copy()
+                    buckets = [[copies[node] for node in bucket] for bucket in buckets]
+                _join(found.graph, buckets)
         return found
 
     def _buckets(self, program: Program, kind: Hashable) -> list[list[fx.Node]]:
@@ -72,7 +75,7 @@ class Bucket:
 def _kind(node: fx.Node) -> tuple[Hashable, ...]:
     """What the members of a bucket have in common; the dim is each one's own."""
     type_: TensorType = node.meta["type"]
-    rest = node.args[1:] if node.target is collectives.all_reduce else (*_without_dim(node),)
+    rest = node.args[1:] if node.target is collectives.all_reduce else _without_dim(node)
     pass_ = (bool(node.meta.get("backward")), node.meta.get("again")) if node.meta.get("regather") else None
     return node.target, rest, type_.dtype, type_.device, pass_
 
@@ -96,12 +99,10 @@ def _depths(program: Program, kind: Hashable) -> dict[fx.Node, int]:
     return depths
 
 
-def _joined(program: Program, buckets: Sequence[Sequence[fx.Node]]) -> Program:
-    new, copies = program.copy()
+def _join(graph: fx.Graph, buckets: Sequence[Sequence[fx.Node]]) -> None:
     for bucket in buckets:
-        _Join(new.graph, [copies[node] for node in bucket]).run()
-    reorder(new.graph, ordered(new.graph, lambda node, place, inputs: (place,)))
-    return new
+        _Join(graph, bucket).run()
+    reorder(graph, ordered(graph, lambda node, place, inputs: (place,)))
 
 
 class _Join:
@@ -197,8 +198,7 @@ class _Join:
         """The parts of all ranks, one after another along the dim that was gathered."""
         dim: Any = node.args[1]
         apart = self.shaped(rows, (size, *local.shape))
-        order = [*range(1, dim + 1), 0, *range(dim + 1, local.ndim + 1)]
-        return self.as_it_was(node, self.moved(apart, order))
+        return self.as_it_was(node, self.moved(apart, collectives.parts_back(dim, local.ndim + 1)))
 
     def scattered(self) -> list[fx.Node]:
         """The parts for each rank in a row of its own; rows are joined, and each rank gets its own, reduced."""
@@ -216,8 +216,9 @@ class _Join:
         dim: Any = node.args[1]
         shape = value.meta["type"].shape
         apart = self.shaped(value, (*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
-        order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
-        return self.shaped(self.moved(apart, order), (size, math.prod(shape) // size))
+        return self.shaped(
+            self.moved(apart, collectives.parts_first(dim, len(shape) + 1)), (size, math.prod(shape) // size)
+        )
 
 
 _FORMS: dict[Any, Any] = {

@@ -162,8 +162,7 @@ class _Lowering:
         if dim == 0:
             return self._contiguous(x)
         split = self._call(aten.reshape.default, x, [*piece[:dim], size, *piece[dim:]])
-        order = [dim, *(d for d in range(len(piece) + 1) if d != dim)]
-        moved = self._call(aten.permute.default, split, order)
+        moved = self._call(aten.permute.default, split, collectives.parts_first(dim, len(piece) + 1))
         return self._call(aten.reshape.default, moved, [size * piece[0], *piece[1:]])
 
     def _parts_to_dim(self, x: fx.Node, piece: Sequence[int], dim: int, size: int) -> fx.Node:
@@ -171,8 +170,7 @@ class _Lowering:
         if dim == 0:
             return x
         split = self._call(aten.reshape.default, x, [size, *piece])
-        order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
-        moved = self._call(aten.permute.default, split, order)
+        moved = self._call(aten.permute.default, split, collectives.parts_back(dim, len(piece) + 1))
         return self._call(aten.reshape.default, moved, [size * n if d == dim else n for d, n in enumerate(piece)])
 
     # State

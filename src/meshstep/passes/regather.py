@@ -35,15 +35,16 @@ class Regather:
 
     def __call__(self, program: Program) -> Program:
         """The program with more gathers."""
-        phases = _phases(program)
-        if not any(len(_by_phase(_uses(node)[1], phases)) > 1 for node in _marked(program)):
-            return program
-        new, copies = program.copy()
+        phases, found = _phases(program), []
         for node in _marked(program):
             chain, users = _uses(node)
-            for number, run in enumerate(_by_phase(users, phases)[1:], 1):
-                again = _Again(new.graph, {copies[n] for n in chain}, copies[node], number)
-                again.rewire([copies[user] for user in run])
+            found += [(node, chain, i, run) for i, run in enumerate(_by_phase(users, phases)) if i]
+        if not found:
+            return program
+        new, copies = program.copy()
+        for node, chain, number, run in found:
+            again = _Again(new.graph, {copies[n] for n in chain}, copies[node], number)
+            again.rewire([copies[user] for user in run])
         prune(new.graph)
         return new
 

@@ -28,10 +28,12 @@ def wanted_placements(program: Program, plan: AxisPlan, calls: Calls) -> dict[Va
     if not any(choice == "sequence" for _, choice in plan.patterns):
         return wanted
     along = shard(plan.sequence_dim)
+    modules = {node.meta.get("module", "") for node in program.calls}
+    chosen = {module for module in modules if choice_of(plan, module) == "sequence"}
     for node in reversed(program.graph.nodes):
         if node.op != "call_function" or is_part(node) or node.meta.get("backward"):
             continue
-        inside = choice_of(plan, node.meta.get("module", "")) == "sequence"
+        inside = node.meta.get("module", "") in chosen
         if not inside and (node, 0) not in wanted:
             continue
         fitting = [rule for rule in calls.rules(node) if rule.outputs[0] == along]

@@ -23,25 +23,16 @@ _QUERIES = "bhsD,bhTD,bhTE"
 
 
 def _attention(spec: str, linear: Linear = ()) -> Entry:
-    """Nothing is sharded while there is dropout: its mask would depend on the rank."""
+    """Nothing is sharded while there is dropout: its mask would depend on the rank.
 
-    def rules(call: OpCall) -> Iterator[Rule]:
-        if call["dropout_p"] == 0:
-            yield from sharded(call, spec)
-            yield from partials(call, linear)
-
-    return Entry(rules)
-
-
-def _attention_on_cpu(spec: str, linear: Linear = ()) -> Entry:
-    """Queries may be sharded too; which keys a query may see then depends on its place in the whole."""
+    Where a term has the factor of the queries, which keys a query may see depends on its place in the whole.
+    """
 
     def rules(call: OpCall) -> Iterator[Rule]:
         if call["dropout_p"] != 0:
             return
         for rule in sharded(call, spec):
-            query = rule.inputs[call.names.index("query")]
-            along = call["is_causal"] and query == _ALONG_QUERIES
+            along = call["is_causal"] and rule.inputs[call.names.index("query")] == _ALONG_QUERIES
             yield Rule(rule.inputs, rule.outputs, _causal) if along else rule
         yield from partials(call, linear)
 
@@ -68,8 +59,8 @@ _ALONG_QUERIES = shard(2)
 
 # Tensors of the random state and of ragged batches are the same on every rank.
 TABLE: Table = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu(f"{_QUERIES},bhsT->bhsE,bhs"),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_on_cpu(
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(f"{_QUERIES},bhsT->bhsE,bhs"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(
         f"bhsE,{_QUERIES},bhsE,bhs,bhsT->{_QUERIES}", "first"
     ),
     aten._scaled_dot_product_flash_attention.default: _attention(f"{_QKV}->bhSE,bhS,=,=,=,=,=,=,="),

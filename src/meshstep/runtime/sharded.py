@@ -18,7 +18,7 @@ from ..capture.places import ArgumentPlace, GradientPlace, OptimizerStatePlace
 from ..capture.state import State
 from ..errors import PlanError
 from ..ir.program import STATE_KINDS, Program, Slot
-from ..layout import REPLICATE, Layout, shard_dim, split
+from ..layout import REPLICATE, Layout, own_part, shard_dim
 from ..mesh import Mesh
 from .world import device_mesh, world
 
@@ -126,10 +126,8 @@ class Shards:
 
     def _part(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's part in memory of its own."""
-        part = whole.detach()
-        for axis, placement in layout.placements:
-            part = split(part, placement, self._mesh[axis])[self._coordinate[axis]]
-        return part.clone(memory_format=torch.contiguous_format)
+        splits = ((p, self._mesh[axis], self._coordinate[axis]) for axis, p in layout.placements)
+        return own_part(whole.detach(), splits).clone(memory_format=torch.contiguous_format)
 
     def _replace(self, index: int, leaves: list[Any], holders: Holders, old: Tensor, new: DTensor) -> None:
         place = self._captured.places[index]

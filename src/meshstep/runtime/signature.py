@@ -121,10 +121,10 @@ class Guards:
         """Note what must stay as it is."""
         state = captured.state
         self._attributes, self._truths = captured.attributes, captured.truths
-        self._hooks = [(held.place, tensor_hooks(held.tensor)) for held in state.parameters()]
-        mesh = local.mesh
-        self._lies = [placements_of(node.meta["layout"], mesh) for node in local.placeholders]
-        index_of = {id(held.tensor): captured.program.slots.index(held.slot) for held in state.held}
+        self._lies = [placements_of(node.meta["layout"], local.mesh) for node in local.placeholders]
+        place_of = {slot: i for i, slot in enumerate(captured.program.slots)}
+        index_of = {id(held.tensor): place_of[held.slot] for held in state.held}
+        self._hooks = [(place_of[held.slot], tensor_hooks(held.tensor)) for held in state.parameters()]
         self._tables = [_Table.of(module, index_of) for module in state.submodules()]
         self._modes = [(module, module.training) for module in state.submodules()]
         self._numbers = [(optimizer, frozen_hyperparameters(optimizer)) for _, optimizer in state.optimizers]
@@ -149,10 +149,6 @@ class Guards:
         for number, nonzero in self._truths:
             if bool(number.value() != 0) is not nonzero:
                 return f"{type(number.optimizer).__name__}'s {number.key} is {'0' if nonzero else 'no longer 0'}"
-        for place, hooks in self._hooks:
-            tensor = place.read(leaves)
-            if tensor is not None and tensor_hooks(tensor) != hooks:
-                return "a parameter has other hooks"
         changed = self._attributes.difference()
         if changed is not None:
             return changed
@@ -179,6 +175,9 @@ class Guards:
                 seen[i] = weakref.ref(tensor)
             if tensor.requires_grad is not want[1]:
                 return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"
+        for i, hooks in self._hooks:
+            if tensor_hooks(tensors[i]) != hooks:
+                return "a parameter has other hooks"
         for table in self._tables:
             reason = table.difference(tensors)
             if reason:

@@ -19,7 +19,7 @@ from ..errors import VerifyError
 from ..ir import collectives
 from ..ir.collectives import COLLECTIVES, axis_of
 from ..ir.program import Program
-from ..layout import Layout, join, shard_dim, split
+from ..layout import Layout, join, own_part, shard_dim
 from ..mesh import Mesh
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -70,14 +70,13 @@ def _autocast_off() -> Iterator[None]:
 
 def scatter(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """Each rank's part of a whole tensor."""
-    parts = [value] * mesh.size
-    for axis, placement in layout.placements:
-        if shard_dim(placement) is not None:
-            parts = [
-                split(part, placement, mesh[axis])[mesh.coordinate(rank)[axis]].contiguous()
-                for rank, part in enumerate(parts)
-            ]
-    return parts
+    places = map(mesh.coordinate, range(mesh.size))
+    return [
+        own_part(value, ((p, mesh[axis], place[axis]) for axis, p in layout.placements)).contiguous()
+        if any(shard_dim(p) is not None for _, p in layout.placements)
+        else value
+        for place in places
+    ]
 
 
 def gather(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, name: str = "value") -> Tensor:

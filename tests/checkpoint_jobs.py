@@ -195,16 +195,18 @@ def kill_in(stage: str, path: str) -> None:
     run.train(2)
     run.save(Path(path))
     run.train(2)
-    name = {"writing": "digests", "manifest": "write_manifest", "moving": "put_in_place"}[stage]
-    real = getattr(files, name)
+    replace = os.replace
 
     def die(*args: Any) -> Any:
-        if stage == "moving":  # after the old one has made room
-            os.replace(path, files.previous(Path(path)))
-        elif stage == "manifest":
+        if stage == "moving" and args[0] != files.temporary(Path(path)):
+            return replace(*args)  # the old one makes room; dead before the new one takes it
+        if stage == "manifest":
             (args[0] / files.MANIFEST).write_text('{"version": ')
         os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
+        return None
 
-    setattr(files, name, die)
+    owner, name = {"writing": (files, "digests"), "manifest": (files, "write_manifest"), "moving": (os, "replace")}[
+        stage
+    ]
+    setattr(owner, name, die)
     run.save(Path(path))

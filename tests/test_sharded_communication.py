@@ -14,6 +14,9 @@ from sharded_jobs import Tied, small_gpt
 from torch import Tensor, nn
 
 import meshstep as ms
+from meshstep.ir import collectives
+from meshstep.ir.program import Program
+from meshstep.passes import Bucket, CommonSubexpressions, LaunchEarly, Pipeline, Regather
 
 P, Mesh = ms.plans, ms.Mesh
 RANKS = 4
@@ -172,3 +175,42 @@ def test_tokens_travel_to_their_experts_and_back():
     found = lowered("experts", P.expert_parallel(split_.experts), Mesh(ep=2)).communication
     assert Counter(c.kind for c in found)["all_to_all"] >= 4
     assert not any("_up" in c.why or "_down" in c.why for c in found if c.kind == "all_gather")  # no expert is gathered
+
+
+def test_what_is_gathered_again_is_not_merged_again():
+    model = small_gpt()
+    args = (model, torch.optim.AdamW(model.parameters()), *batch(0))
+    step = ms.simulate(train_step, mesh=Mesh(dp=2), plan=P.fsdp())
+    step(*args)
+    program = step.lower(*args).local_program
+    again = CommonSubexpressions()(program)
+    assert gathers(again) == gathers(program) > 0
+
+
+def gathers(program: Program) -> int:
+    return sum(node.target is collectives.all_gather for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_few_gathered_parameters_wait_for_their_use(prefetch):
+    """One bucket at a time is launched ahead of its use, and two with a prefetch, not the whole model at the start."""
+    model = small_gpt()
+    args = (model, torch.optim.AdamW(model.parameters()), *batch(0))
+    passes = Pipeline((Regather(), Bucket(shard_bytes=1), LaunchEarly(prefetch=prefetch)))
+    step = ms.simulate(train_step, mesh=Mesh(dp=2), plan=P.fsdp(), passes=passes)
+    step(*args)
+    waiting, most, seen = set[object](), 0, 0
+    for node in step.lower(*args).local_program.graph.nodes:
+        waiting -= set(node.all_input_nodes)
+        if node.target is collectives.all_gather and node.meta.get("regather"):
+            waiting.add(node)
+            seen += 1
+        most = max(most, len(waiting))
+    assert seen > 40
+    assert most <= 4 + prefetch  # a fused linear's weight and bias are wanted by one call
+
+
+def test_state_that_is_computed_with_as_it_lies_is_never_gathered():
+    for name in ("gpt", "lstm", "vae"):
+        found = lowered(name, P.tensor_parallel(SPLITS[name].tensor), Mesh(tp=2)).communication
+        assert not any("exp_avg" in c.why for c in found)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import meshstep as ms
+from meshstep.capture.widened import widened
 
 O = torch.optim  # noqa: E741
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], O.Optimizer]
@@ -61,10 +62,21 @@ def test_optimizer_equals_its_plain_loop(name: str) -> None:
     check_exact(train_step, lambda i: (model, optimizer, rows(i), labels(i)), steps=8, within=1e-9)
 
 
-def test_muon_orthogonalizes_in_bfloat16_as_in_the_plain_loop() -> None:
+def test_muon_orthogonalizes_in_bfloat16_and_is_compared_without_its_rounding() -> None:
     model = built(nn.Linear, 6, 4, bias=False)
     optimizer = O.Muon(model.parameters(), lr=0.02)
-    check_exact(train_step, lambda i: (model, optimizer, rows(i), labels(i)), mesh=ms.Mesh(dp=1), within=1e-9)
+    check_exact(train_step, lambda i: (model, optimizer, rows(i), labels(i)), steps=8, within=1e-9)
+
+
+def test_muon_in_one_precision_is_not_the_muon_that_trains() -> None:
+    """The negative control: what is compared is widened, what runs is not."""
+    model, other = built(nn.Linear, 6, 4, bias=False), built(nn.Linear, 6, 4, bias=False)
+    for trained, step in ((model, train_step), (other, ms.simulate(train_step, mesh=ms.Mesh(dp=1)))):
+        step(trained, O.Muon(trained.parameters(), lr=0.02), rows(0), labels(0))
+    torch.testing.assert_close(model.weight, other.weight, rtol=1e-12, atol=0)
+    wide = built(nn.Linear, 6, 4, bias=False)
+    widened(train_step, torch.float64)(wide, O.Muon(wide.parameters(), lr=0.02), rows(0), labels(0))
+    assert (wide.weight - model.weight).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum dampening", "NAdam", "RMSprop", "Adamax"])

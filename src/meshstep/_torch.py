@@ -114,6 +114,17 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
+def adafactor_by(update: Callable[..., None]) -> Iterator[None]:
+    """Let `torch.optim.Adafactor` compute by another function of the same arguments as `torch`'s functional form."""
+    module: Any = torch.optim._adafactor
+    before, module.adafactor = module.adafactor, update
+    try:
+        yield
+    finally:
+        module.adafactor = before
+
+
+@contextlib.contextmanager
 def skip_dispatch_modes() -> Iterator[None]:
     """Run ops on real tensors although a tracer and a fake mode are active."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
 from .capture.capture import Captured, capture
 from .capture.source import name_of
+from .capture.widened import widened
 from .errors import CheckpointError, InputError
 from .ir.program import Program, Slot
 from .layout import Layout
@@ -400,7 +401,8 @@ def verify(
         mesh: The ranks.
         plan: As for `compile`.
         steps: Number of steps.
-        dtype: What floating-point tensors are brought to; None leaves them as they are.
+        dtype: What floating-point tensors are brought to, and what the step casts to a narrower dtype inside: rounding
+            in float32 or bfloat16 would hide errors of the program. None leaves all as it is.
         backend: Only "eager" can play several ranks in one process.
 
     Raises:
@@ -408,4 +410,5 @@ def verify(
     """
     if backend != "eager":
         raise InputError(f"backend {backend!r} in verify", at="verify(backend=...)", hint='"eager"')
-    return compare(function, simulate(function, mesh=mesh, plan=plan), make_args, steps, dtype)
+    wide = function if dtype is None else widened(function, dtype)
+    return compare(wide, simulate(wide, mesh=mesh, plan=plan), make_args, steps, dtype)

@@ -27,8 +27,8 @@ def is_own(owner: Any, name: str) -> bool:
     return name not in _OTHERWISE and not (isinstance(owner, Optimizer) and (name[0] == "_" or name == "step"))
 
 
-def tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are attributes of a module, but no parameters and no buffers of it."""
+def tensors(owner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are attributes of a module or a scaler, but no parameters and no buffers."""
     return ((key, value) for key, value in owner.__dict__.items() if isinstance(value, Tensor) and is_own(owner, key))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._torch import FakeTensorMode, compiling, storage_id
 from ..errors import CaptureError, InputError
@@ -31,8 +30,10 @@ from .places import (
     RequiresGradPlace,
     SeedPlace,
 )
+from .questions import Question, ask
 from .randomness import undisturbed
 from .scalars import compute_scalars_in_float64
+from .schedules import Schedules
 from .source import definition_line, name_of, no_data, user_line
 from .state import Held, State, collect, hyperparameters, overlap, python_values, state_slot
 from .swap import fake_like, swapped
@@ -67,7 +68,8 @@ class Captured:
         cleared: Gradients that are None after the step.
         python_state: What of the state is no tensor, set when the program has run.
         attributes: The Python values that are compiled in.
-        truths: Live numbers of which the step asked whether they are 0, with the answer that is compiled in.
+        questions: What the step asked of numbers of its state: the answers are compiled in.
+        afterwards: What is to be done after each run: steps of schedulers.
         creates_state: Whether optimizer state or gradients come into being: the next call has another program.
     """
 
@@ -80,7 +82,8 @@ class Captured:
     cleared: tuple[GradientPlace, ...]
     python_state: tuple[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any], ...]
     attributes: Attributes
-    truths: tuple[tuple[HyperparameterPlace, bool], ...]
+    questions: tuple[Question, ...]
+    afterwards: tuple[Callable[[], Any], ...]
     creates_state: bool
 
 
@@ -133,12 +136,6 @@ def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
             at=f"{definition_line(function)}, argument {name}",
             hint="x.to_dense(), or its indices and values as arguments",
         )
-    if isinstance(leaf, LRScheduler):
-        raise CaptureError(
-            "a learning-rate scheduler among the arguments: its Python numbers would be those of the first call",
-            at=f"{definition_line(function)}, argument {name}",
-            hint="call scheduler.step() after the compiled step: a new lr needs no recompile",
-        )
 
 
 class _Capture:
@@ -153,7 +150,7 @@ class _Capture:
     ) -> None:
         self.function, self.state, self.mesh, self.seed = function, state, mesh, seed
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-        self.tracer = Tracer(definition_line(function))
+        self.tracer = Tracer(definition_line(function), self._ask)
         self.places: dict[Slot, Place] = {}
         self.results: list[tuple[Result, fx.Node, Place | None]] = []
         self.fakes: dict[int, Tensor] = {}
@@ -161,8 +158,9 @@ class _Capture:
         self.python_state: list[tuple[OptimizerStatePlace | AttributePlace | RequiresGradPlace, Any]] = []
         self.attributes = Attributes(state.owners())
         self.stepped: dict[int, str] = {}
+        self.schedules = Schedules()
         self._passed: list[Held] = []
-        self._numbers: list[tuple[HyperparameterPlace, Tensor]] = []
+        self.numbers: dict[Slot, Tensor] = {}  # the live numbers as they are now
         self._before = python_values(state)
         self._owner_of: dict[Any, Slot] = {}
         self._named = {
@@ -185,6 +183,7 @@ class _Capture:
         live = [
             (slot, place, self._input(slot, place, self._number(place))) for slot, place in hyperparameters(self.state)
         ]
+        self.numbers = {slot: place.read([]) for slot, place, _ in live}
         arguments = self._arguments(leaves, names, shapes)
         with undisturbed(), swapped(self.state, self.fakes, live):
             with self._noting_steps():
@@ -204,10 +203,13 @@ class _Capture:
 
     def _number(self, place: HyperparameterPlace) -> Tensor:
         with self.mode:
-            number = torch.empty((), dtype=torch.float64, device=place.device)
-        self.tracer.nonzero[id(number)] = bool(place.value() != 0)
-        self._numbers.append((place, number))
-        return number
+            return torch.empty((), dtype=torch.float64, device=place.device)
+
+    def _ask(self, node: fx.Node, slot_of: Callable[[fx.Node], Slot]) -> Question | None:
+        """What Python asks, answered by the real values: fakes are in their places now."""
+        constants = {slot: ConstantPlace(tensor) for slot, tensor in self.tracer.constants.items()}
+        values = {held.slot: held.tensor for held in self.state.held} | self.tracer.constants
+        return ask(node, slot_of, self.places | constants, values | self.numbers)
 
     def _arguments(
         self, leaves: Sequence[Any], names: Sequence[str], shapes: Sequence[tuple[int, ...] | None]
@@ -250,9 +252,12 @@ class _Capture:
             for _, optimizer in self.state.optimizers:
                 hook = optimizer.register_step_post_hook(self._note_step)
                 stack.callback(hook.remove)
+            for scheduler in self.state.schedulers:
+                stack.enter_context(self.schedules.noting(scheduler))
             yield
 
     def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.schedules.check(optimizer)
         self.stepped[id(optimizer)] = user_line()
 
     def _collect_returned(self, returned: Any) -> None:
@@ -441,11 +446,8 @@ class _Capture:
             cleared=tuple(self.cleared),
             python_state=tuple(self.python_state),
             attributes=self.attributes,
-            truths=tuple(
-                (place, self.tracer.nonzero[id(number)])
-                for place, number in self._numbers
-                if id(number) in self.tracer.asked
-            ),
+            questions=tuple(self.tracer.questions.values()),
+            afterwards=tuple(self.schedules.noted),
             creates_state=any(
                 result.slot and result.slot not in known and not isinstance(place, AttributePlace)
                 for result, _, place in self.results

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._torch import decompositions
 from ..errors import CaptureError
+from .grad_scaler import KERNELS
 
 aten = torch.ops.aten
 
@@ -241,6 +242,7 @@ _BY_TORCH = (
     aten.trace,
 )
 DECOMPOSITIONS: dict[Any, Callable] = {
+    **KERNELS,
     **decompositions(_BY_TORCH),
     **dict.fromkeys(_SPARSE, _refuse_sparse),
     aten.var_mean.correction: var_mean,

@@ -91,6 +91,8 @@ class _Widening:
     def __init__(self, program: Program, scalars: set[fx.Node]) -> None:
         self.program, self.graph, self.scalars = program, program.graph, scalars
         self.stored = {node for result, node in program.outputs if result.slot is not None}
+        chosen = [node for node in self.stored if node.target is aten.where.self]  # by a step that may be skipped
+        self.stored.update(n for node in chosen for n in node.args[1:])  # type: ignore[misc]
 
     def run(self) -> None:
         wide: dict[fx.Node, fx.Node] = {}

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CaptureError
 from ..ir.program import Slot, SlotKind
@@ -62,12 +64,16 @@ class State:
         names: What precedes the names of a module's or optimizer's attributes, by the `id` of it: `blocks.0.`.
         modules: Modules by path, each once.
         optimizers: Optimizers by path, each once.
+        scalers: Gradient scalers by path, each once.
+        schedulers: Learning-rate schedulers, each once.
         held: Every tensor of state, each once: parameters, buffers, gradients, optimizer state.
     """
 
     names: dict[int, str] = field(default_factory=dict)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 
     def parameters(self) -> Iterator[Held]:
@@ -82,8 +88,8 @@ class State:
         return list(found.values())
 
     def owners(self) -> list[Any]:
-        """All modules and optimizers, each once."""
-        return [*self.submodules(), *(optimizer for _, optimizer in self.optimizers)]
+        """All modules, optimizers and scalers, each once."""
+        return [*self.submodules(), *(owner for _, owner in (*self.optimizers, *self.scalers))]
 
     def name(self, owner: Any, attribute: str) -> str:
         """The name of an attribute of a module or optimizer."""
@@ -107,6 +113,13 @@ def collect(leaves: Sequence[Any], paths: Sequence[str]) -> State:
         elif isinstance(leaf, Optimizer):
             state.optimizers.append((path, leaf))
             state.names[id(leaf)] = f"{path}."
+            seen.add(id(leaf))
+        elif isinstance(leaf, GradScaler):
+            state.scalers.append((path, leaf))
+            state.names[id(leaf)] = f"{path}."
+            seen.add(id(leaf))
+        elif isinstance(leaf, LRScheduler):
+            state.schedulers.append(leaf)
             seen.add(id(leaf))
     _collect_modules(state)
     _collect_arguments(state, leaves, paths)
@@ -132,7 +145,8 @@ def _collect_modules(state: State) -> None:
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     state.held.append(Held(Slot(SlotKind.BUFFER, below + key), BufferPlace(owner, key), buffer))
-    for owner in state.submodules():  # after all others: an attribute may be a second name of a parameter
+    # after all others: an attribute may be a second name of a parameter
+    for owner in (*state.submodules(), *(scaler for _, scaler in state.scalers)):
         for key, tensor in attributes.tensors(owner):
             if id(tensor) not in seen:
                 seen.add(id(tensor))

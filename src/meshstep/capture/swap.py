@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import FakeTensorMode, tensor_hooks
+from .._torch import FakeTensorMode, adafactor_by, tensor_hooks
 from ..errors import CaptureError
 from ..ir.program import Slot, SlotKind
+from .adafactor import adafactor
 from .attributes import restored
+from .grad_scaler import swapped_scaler
 from .places import HyperparameterPlace
 from .source import user_line
 from .state import DIFFERENT_KERNELS, FUSED, Held, State, cycled_momentum
@@ -58,6 +60,10 @@ def swapped(
         for _, optimizer in state.optimizers:
             numbers = [(place, fake) for _, place, fake in live if place.optimizer is optimizer]
             stack.enter_context(_optimizer(optimizer, fakes, numbers))
+        for _, scaler in state.scalers:
+            stack.enter_context(swapped_scaler(scaler, fakes))
+        if any(isinstance(optimizer, torch.optim.Adafactor) for _, optimizer in state.optimizers):
+            stack.enter_context(adafactor_by(adafactor))
         yield
 
 

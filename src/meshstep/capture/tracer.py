@@ -32,6 +32,7 @@ from ..layout import Layout
 from .aliases import Base, Ref
 from .decompose import DECOMPOSITIONS
 from .factories import FACTORIES
+from .questions import Question
 from .randomness import Draws, is_random, random_result
 from .schemas import Effects, defaults_of, effects_of, foreach_element, functional_of
 from .source import user_line, value_needed
@@ -61,6 +62,9 @@ _TRUE_VIEWS = {  # ops that hide it that they return views
 }
 
 
+Ask = Callable[[fx.Node, Callable[[fx.Node], Slot]], Question | None]
+
+
 class Tracer(TorchDispatchMode):
     """A dispatch mode above a `FakeTensorMode`: ops run on fake tensors and are written down.
 
@@ -69,17 +73,22 @@ class Tracer(TorchDispatchMode):
         slots: What its placeholders are, in order.
         constants: Tensors that the step uses although they are no arguments.
         seeds: For each SEED slot, the device that it is for and its fake tensor.
-        nonzero: Whether a live number is other than zero, by the `id` of its tensor: Python may ask that.
+        questions: What Python asked of numbers of the state.
     """
 
-    def __init__(self, name: str) -> None:
-        """Start with an empty graph."""
+    def __init__(self, name: str, ask: Ask) -> None:
+        """Start with an empty graph.
+
+        Args:
+            name: Of the step.
+            ask: Answers what Python asks of numbers of the state; None where it depends on anything else.
+        """
         super().__init__()
+        self._ask = ask
         self.graph = fx.Graph()
         self.slots: list[Slot] = []
         self.constants: dict[Slot, Tensor] = {}
-        self.nonzero: dict[int, bool] = {}
-        self.asked: set[int] = set()  # the live numbers of which Python wanted to know whether they are 0
+        self.questions: dict[fx.Node, Question] = {}
         self._first: fx.Node | None = None  # op
         self._types: dict[Slot, TensorType] = {}
         self._slot_of: dict[fx.Node, Slot] = {}
@@ -179,16 +188,15 @@ class Tracer(TorchDispatchMode):
         return made
 
     def _truth(self, tensor: Tensor) -> bool | None:
-        """What `number != 0` or `number > 0` is for a live number that is not negative; None for anything else."""
+        """What a 0-d bool is that depends on numbers of the state alone; None for anything else."""
+        if tensor.dtype is not torch.bool or tensor.numel() != 1:
+            return None
         node = self.value(tensor)
-        if node.target not in (aten.ne.Scalar, aten.gt.Scalar) or node.args[1] != 0:
+        question = self.questions.get(node) or self._ask(node, self.slot_of)
+        if question is None:
             return None
-        numbers = {self.value(t): id(t) for t in self._alive if id(t) in self.nonzero}
-        number = numbers.get(node.args[0])  # type: ignore[arg-type]
-        if number is None:
-            return None
-        self.asked.add(number)
-        return self.nonzero[number]
+        self.questions[node] = question
+        return question.answer
 
     def _operands(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments as nodes, read before the op runs."""

@@ -113,6 +113,8 @@ def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor], h
         place.create(leaves, fixed)
     for _, optimizer in captured.state.optimizers:
         mark_stepped(optimizer)
+    for action in captured.afterwards:
+        action()
 
 
 def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor], held: Held) -> None:

@@ -120,7 +120,7 @@ class Guards:
     def __init__(self, captured: Captured, local: Program) -> None:
         """Note what must stay as it is."""
         state = captured.state
-        self._attributes, self._truths = captured.attributes, captured.truths
+        self._attributes, self._questions = captured.attributes, captured.questions
         self._lies = [placements_of(node.meta["layout"], local.mesh) for node in local.placeholders]
         place_of = {slot: i for i, slot in enumerate(captured.program.slots)}
         index_of = {id(held.tensor): place_of[held.slot] for held in state.held}
@@ -146,9 +146,6 @@ class Guards:
         for optimizer, numbers in self._numbers:
             if frozen_hyperparameters(optimizer) != numbers:
                 return f"{type(optimizer).__name__} has other hyper-parameters"
-        for number, nonzero in self._truths:
-            if bool(number.value() != 0) is not nonzero:
-                return f"{type(number.optimizer).__name__}'s {number.key} is {'0' if nonzero else 'no longer 0'}"
         changed = self._attributes.difference()
         if changed is not None:
             return changed
@@ -158,7 +155,11 @@ class Guards:
         for place, present in self._gradients:
             if (place.read(leaves) is not None) is not present:
                 return "parameters have gradients now" if not present else "parameters have no gradients now"
-        return self._tensors(leaves)
+        tensors = self._tensors(leaves)
+        if isinstance(tensors, str):
+            return tensors
+        other = next(filter(None, (question.difference(leaves) for question in self._questions)), None)
+        return other or tensors
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor] | str:
         tensors: list[Any] = [place.read(leaves) for place in self._places]

@@ -365,7 +365,7 @@ def test_an_optimizer_that_looks_at_values_is_refused() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    with pytest.raises(CaptureError, match="Looking.step needs the value of a tensor in Python"):
+    with pytest.raises(CaptureError, match=r"Looking\.step needs the value of a tensor in Python"):
         run(step, lambda model: Looking(model.parameters()))
 
 

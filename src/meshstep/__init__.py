@@ -2,6 +2,7 @@
 
 from . import _torch, checkpoint, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
+from .contract import contract, get_registry
 from .errors import (
     CaptureError,
     CheckpointError,
@@ -53,6 +54,8 @@ __all__ = [
     "World",
     "checkpoint",
     "compile",
+    "contract",
+    "get_registry",
     "init",
     "materialize",
     "plans",

@@ -19,12 +19,15 @@ from .layout import Layout
 from .lowered import Lowered
 from .materialize import materialize
 from .mesh import Mesh
+from .opaque import Opaque
+from .override import Override
 from .passes import Pass, Pipeline
 from .plan import named as plans
 from .plan.plan import Plan
 from .rules.user import rule
 from .runtime.cache import CacheInfo
 from .runtime.world import World, init
+from .schema import Schema
 from .verification import Verification
 
 _torch.check_version()
@@ -41,6 +44,8 @@ __all__ = [
     "Lowered",
     "Mesh",
     "MeshstepError",
+    "Opaque",
+    "Override",
     "Pass",
     "PassError",
     "Pipeline",
@@ -48,6 +53,7 @@ __all__ = [
     "PlanError",
     "RankMismatchError",
     "RuleError",
+    "Schema",
     "SimulatedStep",
     "Verification",
     "VerifyError",

@@ -6,12 +6,12 @@ import functools
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
@@ -23,7 +23,8 @@ from .ir.program import Program, Slot
 from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
-from .passes import DEFAULT, EAGER, Pipeline, lower
+from .override import Override, Overrides, overrides_of, stand_ins
+from .passes import DEFAULT, EAGER, Pipeline, Transform, lower
 from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
@@ -36,6 +37,7 @@ from .runtime.seed import Seed
 from .runtime.sharded import Shards, own_layouts
 from .runtime.signature import Guards, Signature
 from .runtime.world import axis_groups, check_mesh, init
+from .schema import Schema
 from .verification import MakeArgs, Verification, compare
 
 OUTPUTS = ("local", "full", "dtensor")
@@ -52,6 +54,23 @@ class Options:
     outputs: str = "local"
     backend: Backend = "inductor"
     passes: Pipeline | None = None
+    module_override: Overrides | None = None
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
+
+    def pipeline(self, mesh: Mesh) -> Pipeline:
+        """What runs over a local program: the overrides' edits, the passes, the user's transformation."""
+        passes = self.passes or (EAGER if self.backend == "eager" else DEFAULT)
+        edits = [_edit(override, mesh) for override in overrides_of(self.module_override)]
+        last = self.gm_transformation
+        own = [] if last is None else [Transform(lambda gm, schemas: last(gm), f"gm_transformation {name_of(last)}")]
+        return replace(passes, passes=(*edits, *passes, *own)) if edits or own else passes
+
+
+def _edit(override: Override, mesh: Mesh) -> Transform:
+    def edit(gm: fx.GraphModule, layouts: Mapping[str, Layout]) -> Any:
+        return override.transform(gm, {name: Schema.of(layout, mesh) for name, layout in layouts.items()})
+
+    return Transform(edit, f"{type(override).__name__}.transform")
 
 
 class Step(ABC):
@@ -148,7 +167,7 @@ class Step(ABC):
         return self._options.plan or data_parallel()
 
     def _options_for(self, mesh: Mesh) -> Options:
-        return Options(mesh, self.plan, self._options.inputs, passes=self._options.passes)
+        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full")
 
     @abstractmethod
     def _mesh(self) -> Mesh:
@@ -188,7 +207,14 @@ class Step(ABC):
         self.plan.check(mesh)
         layouts, shapes = self._layouts(call, mesh)
         captured = capture(
-            self._function, call.invoker(self._function), call.leaves, call.names, shapes, mesh, self._seed.now
+            self._function,
+            call.invoker(self._function),
+            call.leaves,
+            call.names,
+            shapes,
+            mesh,
+            self._seed.now,
+            functools.partial(stand_ins, self._options.module_override),
         )
         own = self._own_layouts(captured, mesh)
         local, plan = local_program(
@@ -196,7 +222,7 @@ class Step(ABC):
             self.plan,
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
-            passes=self._options.passes or (EAGER if self._options.backend == "eager" else DEFAULT),
+            passes=self._options.pipeline(mesh),
         )
         return captured, local, plan
 
@@ -297,6 +323,8 @@ def compile(  # noqa: A001
     outputs: str = "local",
     backend: Backend = "inductor",
     passes: Pipeline | None = None,
+    module_override: Overrides | None = None,
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:  # noqa: A001
     """Compile a single-device train step into one program for a mesh of devices. A decorator, bare or with arguments.
@@ -312,6 +340,11 @@ def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             outputs: How what is sharded comes back: "local" rows, "full", or "dtensor".
             backend: "inductor", "eager", or a callable of (GraphModule, example inputs) that returns a callable.
             passes: A `Pipeline`; None is the default one.
+            module_override: Stand-ins for modules while the step is traced, see `Override`; `Opaque` for modules that
+                cannot be traced.
+            gm_transformation: Gets the graph that each rank runs, after all passes, as a `GraphModule`, once for each
+                program that is compiled, and returns it or another one. Its inputs and outputs must stay what they
+                are; that is checked.
 
     Raises:
         InputError: An option has a value that it cannot have.
@@ -326,6 +359,8 @@ def simulate(
     plan: Plan | None = None,
     inputs: Inputs | None = None,
     passes: Pipeline | None = None,
+    module_override: Overrides | None = None,
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> SimulatedStep:
     """As `compile`, but every rank of the mesh runs in this process, without a launcher.
 
@@ -338,8 +373,11 @@ def simulate(
         plan: As for `compile`.
         inputs: As for `compile`.
         passes: As for `compile`.
+        module_override: As for `compile`.
+        gm_transformation: As for `compile`.
     """
-    return SimulatedStep(function, Options(mesh, plan, inputs, "full", "eager", passes))
+    options = Options(mesh, plan, inputs, "full", "eager", passes, module_override, gm_transformation)
+    return SimulatedStep(function, _checked(options))
 
 
 def _decorator(kind: type[CompiledStep], function: Callable[..., Any] | None, options: Options) -> Any:
@@ -360,6 +398,17 @@ def _options(given: dict[str, Any]) -> Options:
         raise InputError(
             str(error).split("__init__() ")[-1], at="compile(...)", hint=", ".join(Options.__slots__)
         ) from None
+    return _checked(options)
+
+
+def _checked(options: Options) -> Options:
+    overrides_of(options.module_override)
+    if not (options.gm_transformation is None or callable(options.gm_transformation)):
+        raise InputError(
+            f"gm_transformation is a {type(options.gm_transformation).__name__}",
+            at="compile(gm_transformation=...)",
+            hint="a function that takes a GraphModule and returns one",
+        )
     check_backend(options.backend)
     for name, kind in (("mesh", Mesh), ("plan", Plan)):
         value: Any = getattr(options, name)

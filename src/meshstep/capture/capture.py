@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,11 @@ from .scalars import compute_scalars_in_float64
 from .schedules import Schedules
 from .source import definition_line, name_of, no_data, user_line
 from .state import Held, State, collect, hyperparameters, overlap, python_values, state_slot
-from .swap import fake_like, swapped
+from .swap import fake_like, standing_in, swapped
 from .tracer import Tracer
 from .tree import Spec, flatten, paths
+
+StandIns = Callable[[Sequence[tuple[str, nn.Module]]], Mapping[int, nn.Module]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def capture(
     shapes: Sequence[tuple[int, ...] | None],
     mesh: Mesh,
     seed: Callable[[torch.device], Tensor],
+    stand_ins: StandIns | None = None,
 ) -> Captured:
     """Trace one call.
 
@@ -106,6 +109,7 @@ def capture(
         shapes: The global shape of each leaf that is a tensor.
         mesh: The mesh that the program is for.
         seed: Gives (seed, step) as i64[2] on a device, at every call of the program.
+        stand_ins: Of the modules by name: what takes the place of some while the step is traced, by their `id`.
 
     Raises:
         CaptureError: The Python needs the value of a tensor, or does what cannot be recorded.
@@ -120,7 +124,8 @@ def capture(
             at=f"{definition_line(function)}, arguments {', '.join(names) or 'none'}",
             hint="pass the model, the optimizer and the batch to the step as arguments",
         )
-    return _Capture(function, state, mesh, seed).run(invoke, leaves, names, shapes)
+    replaced = stand_ins([(state.names[id(m)], m) for _, m in state.modules]) if stand_ins else {}
+    return _Capture(function, state, mesh, seed, replaced).run(invoke, leaves, names, shapes)
 
 
 def _check_leaf(leaf: Any, name: str, function: Callable[..., Any]) -> None:
@@ -147,7 +152,9 @@ class _Capture:
         state: State,
         mesh: Mesh,
         seed: Callable[[torch.device], Tensor],
+        replaced: Mapping[int, nn.Module],
     ) -> None:
+        self.replaced = replaced
         self.function, self.state, self.mesh, self.seed = function, state, mesh, seed
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         self.tracer = Tracer(definition_line(function), self._ask)
@@ -159,6 +166,7 @@ class _Capture:
         self.attributes = Attributes(state.owners())
         self.stepped: dict[int, str] = {}
         self.schedules = Schedules()
+        self._names = state.names | {id(m): state.names[of] for of, m in replaced.items()}
         self._passed: list[Held] = []
         self.numbers: dict[Slot, Tensor] = {}  # the live numbers as they are now
         self._before = python_values(state)
@@ -230,7 +238,9 @@ class _Capture:
         return arguments
 
     def _trace(self, invoke: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
+        arguments = [self.replaced.get(id(a), a) if isinstance(a, nn.Module) else a for a in arguments]
         with (
+            standing_in(self.state.submodules(), self.replaced),
             compiling(),
             torch.autograd.set_multithreading_enabled(False),
             self.tracer.noting_modules(self._path),
@@ -243,7 +253,7 @@ class _Capture:
 
     def _path(self, module: nn.Module) -> str:
         """The path of a module, as the names of its parameters begin; "" for the root and for one that is unknown."""
-        return self.state.names.get(id(module), "").removesuffix(".")
+        return self._names.get(id(module), "").removesuffix(".")
 
     @contextlib.contextmanager
     def _noting_steps(self) -> Iterator[None]:

@@ -68,6 +68,25 @@ def swapped(
 
 
 @contextlib.contextmanager
+def standing_in(modules: Sequence[nn.Module], replaced: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Some modules are replaced in those that hold them, which are as before afterwards.
+
+    Args:
+        modules: All modules.
+        replaced: What takes the place of a module, by its `id`.
+    """
+    tables = [(m._modules, dict(m._modules)) for m in modules if any(id(c) in replaced for c in m._modules.values())]
+    try:
+        for table, before in tables:
+            table.update({name: replaced.get(id(child), child) for name, child in before.items()})
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+
+
+@contextlib.contextmanager
 def _module(module: nn.Module, fakes: Mapping[int, Tensor]) -> Iterator[None]:
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
     saved = [dict(table) for table in tables]

@@ -7,6 +7,7 @@ from .launch_early import LaunchEarly
 from .lower import lower
 from .pipeline import Pass, Pipeline
 from .regather import Regather
+from .transform import Transform
 
 DEFAULT = Pipeline((CommonSubexpressions(), DeadCode(), Regather(), Bucket(), LaunchEarly()))
 # Run op by op, the first buckets travel while the backward goes on; Inductor waits for them where it likes, so that
@@ -32,5 +33,6 @@ __all__ = [
     "Pass",
     "Pipeline",
     "Regather",
+    "Transform",
     "lower",
 ]

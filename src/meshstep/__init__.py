@@ -28,16 +28,19 @@ from .rules.user import rule
 from .runtime.cache import CacheInfo
 from .runtime.world import World, init
 from .schema import Schema
+from .spmd import SPMD, DistributedGraph, distribute
 from .verification import Verification
 
 _torch.check_version()
 
 __version__ = "0.1.0"
 __all__ = [
+    "SPMD",
     "CacheInfo",
     "CaptureError",
     "CheckpointError",
     "CompiledStep",
+    "DistributedGraph",
     "InputError",
     "Layout",
     "LayoutError",
@@ -61,6 +64,7 @@ __all__ = [
     "checkpoint",
     "compile",
     "contract",
+    "distribute",
     "get_registry",
     "init",
     "materialize",

@@ -103,6 +103,20 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[tuple[Callable, ...], tuple[Call
     return before, after
 
 
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The functions that `register_hook` and `register_post_accumulate_grad_hook` have put on tensors do not run."""
+    tables: list[Any] = [t for tensor in tensors for t in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+    held = [(table, dict(table)) for table in tables if table]
+    try:
+        for table, _ in held:
+            table.clear()
+        yield
+    finally:
+        for table, before in held:
+            table.update(before)
+
+
 def default_store() -> Any:
     """The key-value store that the processes of the default group met at."""
     return torch.distributed.distributed_c10d._get_default_store()

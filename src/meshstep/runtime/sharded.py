@@ -134,7 +134,7 @@ class Shards:
         if isinstance(place, (GradientPlace, OptimizerStatePlace)):
             place.create(leaves, new)
         else:
-            holders.replace(old, _like(old, new))
+            holders.replace(old, like(old, new))
 
 
 def _check_held(captured: Captured, index: int, slot: Slot, layout: Layout) -> None:
@@ -149,7 +149,7 @@ def _check_held(captured: Captured, index: int, slot: Slot, layout: Layout) -> N
         )
 
 
-def _like(old: Tensor, new: DTensor) -> Tensor:
+def like(old: Tensor, new: DTensor) -> Tensor:
     """The new tensor as the kind of tensor that the old one is, with its hooks and the user's attributes."""
     made = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     before, after = tensor_hooks(old)

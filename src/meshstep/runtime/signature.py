@@ -115,22 +115,24 @@ class Guards:
     Args:
         captured: The capture.
         local: Its local program: says how state lies.
+        gradients: Whether the program has to do with `.grad` and hooks of parameters.
     """
 
-    def __init__(self, captured: Captured, local: Program) -> None:
+    def __init__(self, captured: Captured, local: Program, *, gradients: bool = True) -> None:
         """Note what must stay as it is."""
         state = captured.state
         self._attributes, self._questions = captured.attributes, captured.questions
         self._lies = [placements_of(node.meta["layout"], local.mesh) for node in local.placeholders]
         place_of = {slot: i for i, slot in enumerate(captured.program.slots)}
         index_of = {id(held.tensor): place_of[held.slot] for held in state.held}
-        self._hooks = [(place_of[held.slot], tensor_hooks(held.tensor)) for held in state.parameters()]
+        watched = list(state.parameters()) if gradients else []
+        self._hooks = [(place_of[held.slot], tensor_hooks(held.tensor)) for held in watched]
         self._tables = [_Table.of(module, index_of) for module in state.submodules()]
         self._modes = [(module, module.training) for module in state.submodules()]
         self._numbers = [(optimizer, frozen_hyperparameters(optimizer)) for _, optimizer in state.optimizers]
         self._entries = [(optimizer, _count(optimizer)) for _, optimizer in state.optimizers]
         with_gradient = {h.slot.name for h in state.held if h.slot.kind is SlotKind.GRADIENT}
-        self._gradients = [(GradientPlace(h.place), h.slot.name in with_gradient) for h in state.parameters()]
+        self._gradients = [(GradientPlace(h.place), h.slot.name in with_gradient) for h in watched]
         self._names = [str(slot) for slot in captured.program.slots]
         self._places = captured.places
         held = {str(h.slot): (TensorType.of(h.tensor), h.tensor.requires_grad) for h in state.held}

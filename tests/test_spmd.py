@@ -209,3 +209,88 @@ def test_a_second_backward_is_refused_as_in_torch() -> None:
 def test_wrong_use_is_refused(make: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
+
+
+# ---- aot_function
+
+
+def keep(found: list[torch.fx.GraphModule]) -> Any:
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(gm)
+        assert len(inputs) == len(gm.graph.find_nodes(op="placeholder"))
+        return gm.forward
+
+    return compiler
+
+
+def function(x: Tensor, options: dict[str, Tensor], power: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+    y = torch.tanh(x @ options["w"]) ** power
+    return y.sum(), {"y": y, "best": y.argmax(1)}
+
+
+def test_forward_and_backward_of_a_function_go_to_their_compilers() -> None:
+    forwards: list[torch.fx.GraphModule] = []
+    backwards: list[torch.fx.GraphModule] = []
+    compiled = ms.aot_function(function, keep(forwards), keep(backwards))
+    w = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (function, compiled, compiled):
+        loss, more = run(rows(), {"w": w}, power=3)
+        (loss + more["y"].square().sum()).backward()
+        found.append((loss.detach(), more["best"], w.grad))
+        w.grad = None
+    for ours, plain in zip(found[1] + found[2], found[0] + found[0], strict=True):
+        torch.testing.assert_close(ours, plain)
+    assert len(forwards) == len(backwards) == 1
+    assert {n.op for n in forwards[0].graph.nodes} == {"placeholder", "call_function", "output"}
+    compiled(rows(count=4), {"w": w}, power=3)
+    compiled(rows(), {"w": w}, power=2)
+    assert len(forwards) == 3 and len(backwards) == 1  # a backward is compiled when it first runs
+
+
+def test_a_function_without_gradients_has_no_backward() -> None:
+    forwards: list[torch.fx.GraphModule] = []
+    compiled = ms.aot_function(function, keep(forwards))
+    with torch.no_grad():
+        loss, _ = compiled(rows(), {"w": torch.ones(6, 4, dtype=torch.float64, requires_grad=True)})
+    assert len(forwards) == 1 and not loss.requires_grad
+
+
+def test_tracing_may_see_logical_shapes() -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def sharded(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        """What a compiler that partitions does: here the two halves of the rows, one after another."""
+        seen.append(gm)
+        return lambda x: tuple(torch.stack([gm(torch.cat([x, x]))[0] / 2]).unbind())
+
+    def mean_size(x: Tensor) -> Tensor:
+        return x.sum() * x.shape[0]
+
+    compiled = ms.aot_function(mean_size, sharded, pre_compile_fn=lambda flat: [flat[0].new_empty(16, 6)])
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows()), rows().sum() * 16)  # 16 rows are what it was traced with
+    assert "16" in seen[0].code
+    bad = ms.aot_function(mean_size, sharded, pre_compile_fn=lambda flat: [])
+    with pytest.raises(ms.InputError, match="pre_compile_fn returned 0 values for 1 arguments"):
+        bad(rows())
+
+
+def test_dropout_in_a_function_has_one_mask() -> None:
+    compiled = ms.aot_function(lambda x: F.dropout(x, 0.5), keep([]))
+    x = rows().requires_grad_()
+    out = compiled(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, x * x.grad)
+    assert not torch.equal(compiled(x), out)
+
+
+def test_a_gradient_of_what_is_no_argument_is_refused() -> None:
+    w = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ms.CaptureError, match="wants a gradient and is no argument"):
+        ms.aot_function(lambda x: x @ w, keep([]))(rows())
+    with torch.no_grad():
+        torch.testing.assert_close(ms.aot_function(lambda x: x @ w, keep([]))(rows()), rows() @ w)
+    with pytest.raises(ms.CaptureError, match="pass it, or the module that it belongs to"):
+        ms.simulate(lambda x: (x @ w).sum().backward(), mesh=Mesh(dp=2))(rows())
+    assert w.grad is None

@@ -28,7 +28,7 @@ from .rules.user import rule
 from .runtime.cache import CacheInfo
 from .runtime.world import World, init
 from .schema import Schema
-from .spmd import SPMD, DistributedGraph, distribute
+from .spmd import SPMD, DistributedGraph, aot_function, distribute
 from .verification import Verification
 
 _torch.check_version()
@@ -61,6 +61,7 @@ __all__ = [
     "Verification",
     "VerifyError",
     "World",
+    "aot_function",
     "checkpoint",
     "compile",
     "contract",

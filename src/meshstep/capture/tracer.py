@@ -369,6 +369,11 @@ class Tracer(TorchDispatchMode):
     def _constant(self, tensor: Tensor) -> Ref:
         if isinstance(tensor, FakeTensor):
             raise CaptureError("the step uses a fake tensor that was made outside of it", hint="pass it as an argument")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                "the step computes with a tensor that wants a gradient and is no argument of it",
+                hint="pass it, or the module that it belongs to, to the step as an argument",
+            )
         slot = Slot(SlotKind.CONSTANT, f"tensor_{len(self.constants)}")
         node = self._new_placeholder(slot, TensorType.of(tensor))
         with skip_dispatch_modes():

@@ -1,5 +1,6 @@
-"""The original system's module wrapper: distributed forward and backward under a plain loop."""
+"""The original system's module wrapper and graph functions: forward and backward under a plain loop."""
 
+from .aot import aot_function
 from .module import SPMD, DistributedGraph, distribute
 
-__all__ = ["SPMD", "DistributedGraph", "distribute"]
+__all__ = ["SPMD", "DistributedGraph", "aot_function", "distribute"]

@@ -214,7 +214,7 @@ class _Distributed(nn.Module):
             None if layout is None else layout.global_shape(leaf.shape, self._mesh)
             for leaf, layout in zip(leaves, layouts, strict=True)
         ]
-        traced = Traced(self._module, spec, self._seed, self._mesh)
+        traced = Traced(self._module, self._module, spec, self._seed, self._mesh)
         captured = alone = traced.forward(leaves, names, shapes)
         plan = self._schemas.plan({h.slot.name: h.tensor.shape for h in captured.state.parameters()}, layouts)
         local = self._partitioned(captured, plan, names, layouts)
@@ -252,7 +252,7 @@ class _Distributed(nn.Module):
         modules = [lower(passes(part), groups) for part in parts]
         self.graph.fwd_graph_modules.append(modules[0])
         self.graph.bwd_graph_modules.extend(modules[1:])
-        return Pair(alone, captured, cut, modules, self._backend, traced)
+        return Pair(alone, captured, cut, modules, (self._backend, self._backend), traced)
 
 
 def _like(fake: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Pair:
         captured: Forward and backward captured together; the forward alone if nothing has a gradient.
         cut: The two programs.
         modules: The lowered programs.
-        backend: Builds them at the first run.
+        backends: Build the forward and the backward at their first runs.
         traced: How it was captured.
     """
 
@@ -40,11 +40,11 @@ class Pair:
         captured: Captured,
         cut: Split,
         modules: Sequence[fx.GraphModule],
-        backend: Backend,
+        backends: tuple[Backend, Backend],
         traced: Traced,
     ) -> None:
         self.alone, self.captured, self.cut = alone, captured, cut
-        self.modules, self.backend, self.mesh = modules, backend, cut.forward.mesh
+        self.modules, self.backends, self.mesh = modules, backends, cut.forward.mesh
         self.runners: list[Runner | None] = [None, None]
         self.index = {slot: i for i, slot in enumerate(captured.program.slots)}
         self.outputs = len(traced.outputs)
@@ -99,7 +99,7 @@ class Pair:
         with torch.no_grad(), without_autocast():
             runner = self.runners[which]
             if runner is None:
-                runner = self.runners[which] = build(self.backend, self.modules[which], arguments)
+                runner = self.runners[which] = build(self.backends[which], self.modules[which], arguments)
             return runner(*arguments)
 
     def _source(self, result: int, traced: Traced) -> tuple[bool, int]:

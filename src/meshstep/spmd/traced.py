@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +20,26 @@ from ..runtime.seed import Seed
 
 
 class Traced:
-    """The functions that are traced, and what is learnt on the way.
+    """A function of tensors, or a module, captured alone and with its backward.
+
+    The leaves of a call are the module (None for a function), the arguments, and the gradients of outputs.
+
+    Args:
+        function: What is called.
+        module: The module that it is, if it is one.
+        spec: The structure of its arguments.
+        seed: Of its random numbers.
+        mesh: The mesh that the programs are for.
 
     Attributes:
-        outputs: The tensors that the module returns, fakes.
+        outputs: The tensors that it returns, fakes.
         inputs: The leaves among the arguments that may get a gradient.
     """
 
-    def __init__(self, module: nn.Module, spec: Spec, seed: Seed, mesh: Mesh) -> None:
-        self.module, self.spec, self.seed, self.mesh = module, spec, seed, mesh
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module | None, spec: Spec, seed: Seed, mesh: Mesh
+    ) -> None:
+        self.function, self.module, self.spec, self.seed, self.mesh = function, module, spec, seed, mesh
         self.outputs: list[Tensor] = []
         self.inputs: list[int] = []
 
@@ -49,12 +60,12 @@ class Traced:
         def run(given: list[Any]) -> Any:
             returned = self._call(given)
             wanted = [t for t in _tensors(returned) if t.requires_grad]
-            parameters = [p for p in given[0].parameters() if p.requires_grad]
+            parameters = [p for p in self._parameters() if p.requires_grad]
             sources = [*parameters, *(given[i] for i in self.inputs)]
             made = torch.autograd.grad(wanted, sources, given[len(given) - len(wanted) :], allow_unused=True)
             for parameter, gradient in zip(parameters, made, strict=False):
                 parameter.grad = gradient
-            return returned, made[len(parameters) :]
+            return returned, list(made[len(parameters) :])
 
         found = self._capture(run, leaves, names, shapes)
         given_later = {f"{SlotKind.ARGUMENT.value} {name}" for name in names[1 + self.spec_size() :]}
@@ -79,11 +90,15 @@ class Traced:
 
     def _call(self, given: Sequence[Any]) -> Any:
         args, kwargs = unflatten(list(given[1 : 1 + self.spec_size()]), self.spec)
-        return given[0](*args, **kwargs)
+        return self.function(*args, **kwargs)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """As they are now: fakes while the module is traced."""
+        return [] if self.module is None else list(self.module.parameters())
 
     def _capture(self, run: Any, leaves: Sequence[Any], names: Sequence[str], shapes: Sequence[Any]) -> Captured:
-        with without_hooks(self.module.parameters()), _without_gradients(self.module):
-            return capture(self.module.forward, run, leaves, names, shapes, self.mesh, self.seed.now)
+        with without_hooks(self._parameters()), _without_gradients(self._parameters()):
+            return capture(self.function, run, leaves, names, shapes, self.mesh, self.seed.now)
 
 
 def _tensors(returned: Any) -> list[Tensor]:
@@ -91,9 +106,9 @@ def _tensors(returned: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _without_gradients(module: nn.Module) -> Iterator[None]:
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """The backward of one call makes gradients; to add them up is autograd's affair."""
-    held = [(parameter, parameter.grad) for parameter in module.parameters()]
+    held = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in held:
             parameter.grad = None

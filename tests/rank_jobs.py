@@ -205,3 +205,20 @@ def materialized() -> dict[str, Any]:
         "local": list(weight.to_local().shape),
         "whole": weight.full_tensor().sum().item(),
     }
+
+
+def other_sizes(backend: str, sizes: tuple[int, ...]) -> dict[str, float]:
+    """Batches of several sizes, which are said to change: the plain run, and programs."""
+    torch.manual_seed(7)
+    model = Convolutional().double()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3) for m in (model, plain)]
+    dynamic = {"x": ms.dynamic(0), "y": ms.dynamic(0)}
+    step = ms.compile(backend=backend, inputs=dynamic)(train_step)
+    for i, rows in enumerate(sizes):
+        x, y = batch(i, rows * dist.get_world_size())
+        step(model, optimizers[0], *mine(x, y))
+        train_step(plain, optimizers[1], x, y)
+    info = step.cache_info()
+    difference = worst(state_of(model, optimizers[0]), state_of(plain, optimizers[1]))
+    return {"difference": difference, "misses": info.misses, "resized": info.resized}

@@ -2,6 +2,7 @@
 
 from . import _torch, checkpoint, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
+from .arguments import dynamic
 from .contract import contract, get_registry
 from .errors import (
     CaptureError,
@@ -66,6 +67,7 @@ __all__ = [
     "compile",
     "contract",
     "distribute",
+    "dynamic",
     "get_registry",
     "init",
     "materialize",

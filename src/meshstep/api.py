@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from .arguments import Call, Inputs, argument_layouts, bind_call, placements_along
+from .arguments import Call, Inputs, argument_layouts, bind_call, dynamic_dims, placements_along
 from .capture.capture import Captured, capture
 from .capture.source import name_of
 from .capture.widened import widened
@@ -29,6 +29,7 @@ from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
 from .plan.plan import Plan
+from .resizing import Compiled, Resizing
 from .runtime.agreement import agree_on_arguments, agree_on_call, agree_on_program, agree_on_state
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
@@ -84,6 +85,8 @@ class Step(ABC):
         self._cache: Cache[Executor] = Cache()
         self._seed = Seed(None)
         self._objects: dict[str, Any] = {}
+        self._resizing = Resizing()
+        self._compilations = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -120,7 +123,9 @@ class Step(ABC):
         """
         call = bind_call(self._signature, args, kwargs)
         mesh = self._mesh()
-        captured, local, plan = self._partitioned(call, mesh)
+        self.plan.check(mesh)
+        layouts, captured = self._captured(call, mesh)
+        local, plan = self._partitioned(call, captured, layouts, mesh)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
         return Lowered(captured.program, local, plan, lower(local, groups))
 
@@ -192,19 +197,40 @@ class Step(ABC):
     def _compile(self, call: Call, signature: Signature, reason: str) -> tuple[Executor, list[Any]]:
         mesh = self._mesh()
         self._agree(call, mesh, reason)
-        captured, local, _ = self._partitioned(call, mesh)
+        captured, local, resized = self._program(call, signature, mesh)
         guards = Guards(captured, local)
         self._objects = dict([*captured.state.modules, *captured.state.optimizers])
         captured.state.held.clear()  # what becomes a shard must not be held whole
         inputs = guards.bind(call.leaves)
         assert not isinstance(inputs, str), inputs
         executor = self._executor(captured, local, inputs, call)
-        self._cache.add(signature, guards, executor, reason, name_of(self._function))
+        self._cache.add(signature, guards, executor, reason, name_of(self._function), resized=resized)
+        self._compilations += 1
         return executor, inputs
 
-    def _partitioned(self, call: Call, mesh: Mesh) -> tuple[Captured, Program, Plan]:
-        """All phases up to the local program."""
+    def _program(self, call: Call, signature: Signature, mesh: Mesh) -> tuple[Captured, Program, bool]:
+        """The call captured, its local program, and whether that is one for other sizes."""
         self.plan.check(mesh)
+        layouts, captured = self._captured(call, mesh)
+        found = self._resizing.find(signature, layouts, captured.program)
+        if found is not None:
+            return captured, found, True
+        local, _ = self._partitioned(call, captured, layouts, mesh)
+        edited = self._options.module_override is not None or self._options.gm_transformation is not None
+        if not captured.creates_state and not edited:  # it runs more than once; edits are made once a program
+            new = Compiled(signature, tuple(layouts), captured.program, local)
+            dims = dynamic_dims(call, self._options.inputs)
+            self._resizing.learn(call, new, dims, lambda other: self._compiled(other, mesh))
+        return captured, local, False
+
+    def _compiled(self, call: Call, mesh: Mesh) -> Compiled:
+        """The programs for a call that is not made."""
+        layouts, captured = self._captured(call, mesh)
+        local, _ = self._partitioned(call, captured, layouts, mesh)
+        return Compiled(Signature.of(call.spec, call.names, call.leaves), tuple(layouts), captured.program, local)
+
+    def _captured(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], Captured]:
+        """How the arguments of a call lie, and its global program."""
         layouts, shapes = self._layouts(call, mesh)
         captured = capture(
             self._function,
@@ -216,15 +242,20 @@ class Step(ABC):
             self._seed.now,
             functools.partial(stand_ins, self._options.module_override),
         )
+        return layouts, captured
+
+    def _partitioned(
+        self, call: Call, captured: Captured, layouts: Sequence[Layout | None], mesh: Mesh
+    ) -> tuple[Program, Plan]:
+        """The local program, and the plan with the placement of every value."""
         own = self._own_layouts(captured, mesh)
-        local, plan = local_program(
+        return local_program(
             captured.program,
             self.plan,
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
             passes=self._options.pipeline(mesh),
         )
-        return captured, local, plan
 
 
 class CompiledStep(Step):
@@ -251,15 +282,15 @@ class CompiledStep(Step):
 
     def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
         check_mesh(mesh, init())
-        agree_on_call(f"{self._topic}/{self.cache_info().misses}", call.names, call.leaves, reason)
+        agree_on_call(f"{self._topic}/{self._compilations}", call.names, call.leaves, reason)
 
     def _own_layouts(self, captured: Captured, mesh: Mesh) -> dict[Slot, Layout]:
         return own_layouts(captured.state, mesh)
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
-        topic = f"{self._topic}/{self.cache_info().misses}"
+        topic = f"{self._topic}/{self._compilations}"
         agree_on_program(topic, local)
-        if self.cache_info().misses == 0:
+        if self._compilations == 0:
             agree_on_state(topic, local.slots, inputs)
             layouts, _ = self._layouts(call, local.mesh)
             agree_on_arguments(topic, call.names, call.leaves, layouts, local.mesh)

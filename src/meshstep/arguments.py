@@ -22,7 +22,38 @@ from .plan.plan import Plan
 from .runtime.sharded import layout_of
 
 log = logging.getLogger("meshstep")
-Inputs = Mapping[str, Layout | Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """What is said of an argument whose size changes from call to call. See `dynamic`."""
+
+    dims: tuple[int, ...]
+    layout: Layout | Placement | None = None
+
+
+Inputs = Mapping[str, Layout | Placement | Dynamic]
+
+
+def dynamic(*dims: int, layout: Layout | Placement | None = None) -> Dynamic:
+    """For `inputs=`: dims of an argument whose size may be another one in every call, with one program for all.
+
+        @meshstep.compile(inputs={"tokens": meshstep.dynamic(0), "labels": meshstep.dynamic(0)})
+
+    All dims that are named change together: their sizes keep their ratio. The first compilation traces the step for two
+    more sizes, to learn how the program depends on the size; every new size is traced once, to see that the step does
+    no other thing with it. Without `dynamic` the same begins at the second size that a step meets.
+
+    Args:
+        dims: The dims, counted from 0.
+        layout: As for `inputs=` without it.
+
+    Raises:
+        InputError: A dim is no whole number from 0 on, or there is none.
+    """
+    if not dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):
+        raise InputError(f"dynamic{dims!r}", at="inputs={...: dynamic(...)}", hint="dims, counted from 0: dynamic(0)")
+    return Dynamic(dims, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +125,28 @@ def argument_layouts(
     )
 
 
+def dynamic_dims(call: Call, inputs: Inputs | None) -> tuple[tuple[int, int], ...]:
+    """The dims that `inputs` says are dynamic, as (index of a leaf, dim).
+
+    Raises:
+        InputError: An argument has no such dim.
+    """
+    found = []
+    for index, (leaf, name) in enumerate(zip(call.leaves, call.names, strict=True)):
+        said = _said(name, inputs or {})
+        if not isinstance(said, Dynamic) or not isinstance(leaf, Tensor):
+            continue
+        for dim in said.dims:
+            if dim >= leaf.ndim:
+                raise InputError(
+                    f"dim {dim} of a {leaf.ndim}-d tensor is said to be dynamic",
+                    at=f"argument {name}",
+                    hint="a dim of it",
+                )
+            found.append((index, dim))
+    return tuple(found)
+
+
 def placements_along(axis: str, names: Sequence[str], layouts: Sequence[Layout | None]) -> dict[Slot, Placement]:
     """The placement of each argument along one axis."""
     return {
@@ -122,11 +175,16 @@ def _check_not_partial(placements: Sequence[Placement | None], name: str) -> Non
 def _layout(leaf: Any, name: str, mesh: Mesh, batch: Mapping[str, int], inputs: Inputs) -> Layout | None:
     if not isinstance(leaf, Tensor):
         return None
-    said = next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
+    said = _said(name, inputs)
+    said = said.layout if isinstance(said, Dynamic) else said
     _check_not_partial([p for _, p in said.placements] if isinstance(said, Layout) else [said], name)
     if isinstance(said, Layout):
         return Layout(tuple((axis, said[axis]) for axis in mesh.axes))
     return Layout(tuple((axis, _rows(leaf, batch.get(axis), said)) for axis in mesh.axes))
+
+
+def _said(name: str, inputs: Inputs) -> Layout | Placement | Dynamic | None:
+    return next((inputs[prefix] for prefix in _prefixes(name) if prefix in inputs), None)
 
 
 def _rows(leaf: Tensor, dim: int | None, said: Placement | None) -> Placement:

@@ -25,6 +25,7 @@ class CacheInfo:
         size: Programs held now.
         maxsize: Programs held at most.
         reasons: Why each miss was one, in order.
+        resized: Calls that found a program for other sizes, which fits theirs: it was only traced.
     """
 
     hits: int
@@ -32,6 +33,7 @@ class CacheInfo:
     size: int
     maxsize: int
     reasons: tuple[str, ...]
+    resized: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +57,16 @@ class Cache(Generic[T]):
     _entries: list[Entry[T]] = field(default_factory=list)
     _hits: int = 0
     _reasons: list[str] = field(default_factory=list)
+    _resized: int = 0
 
     def find(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Tensor]] | str:
         """The program that fits and its inputs, or why none does."""
-        other, closest = "", ""  # why: of programs for other arguments, and of those for these; the latest of each
+        other: list[str] = []  # what differs from the most alike of the programs for other arguments
+        closest = ""  # why the latest program for these arguments does not fit
         for entry in reversed(self._entries):
             if entry.signature != signature:
-                other = other or signature.difference(entry.signature)
+                apart = signature.differences(entry.signature)
+                other = apart if not other or len(apart) < len(other) else other
                 continue
             bound = entry.guards.bind(leaves)
             if not isinstance(bound, str):
@@ -69,19 +74,27 @@ class Cache(Generic[T]):
                 self._touch(entry)
                 return entry.program, bound
             closest = closest or bound
-        return closest or other or FIRST_CALL
+        return closest or (other[0] if other else FIRST_CALL)
 
-    def add(self, signature: Signature, guards: Guards, program: T, reason: str, name: str) -> None:
-        """Keep a program that was compiled because of `reason`."""
+    def add(
+        self, signature: Signature, guards: Guards, program: T, reason: str, name: str, *, resized: bool = False
+    ) -> None:
+        """Keep a program that was compiled because of `reason`, or made of one for other sizes."""
         if len(self._entries) >= self.maxsize:
             self._entries.pop(0)
         self._entries.append(Entry(signature, guards, program))
+        if resized:
+            self._resized += 1
+            log.info("%s: the program of another size fits (%s)", name, reason)
+            return
         self._reasons.append(reason)
         log.info("%s: compiled program %d (%s)", name, len(self._reasons), reason)
 
     def info(self) -> CacheInfo:
         """Counts so far."""
-        return CacheInfo(self._hits, len(self._reasons), len(self._entries), self.maxsize, tuple(self._reasons))
+        return CacheInfo(
+            self._hits, len(self._reasons), len(self._entries), self.maxsize, tuple(self._reasons), self._resized
+        )
 
     def _touch(self, entry: Entry[T]) -> None:
         if self._entries[-1] is not entry:

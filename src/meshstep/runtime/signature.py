@@ -45,15 +45,39 @@ class Signature:
         """The signature of a call."""
         return cls(spec, tuple(names), tuple(map(_compared, leaves)), _surroundings())
 
-    def difference(self, other: Signature) -> str:
-        """What differs, for the log."""
+    def differences(self, other: Signature) -> list[str]:
+        """What differs, for the log; the first says it best."""
         if self.spec != other.spec:
-            return "the arguments have another structure"
-        for name, ours, theirs in zip(self.names, self.leaves, other.leaves, strict=True):
-            if ours != theirs:
-                return f"argument {name} was {_text(theirs)}, is {_text(ours)}"
+            return ["the arguments have another structure"] * (1 + max(len(self.leaves), len(other.leaves)))
+        found = [
+            f"argument {name} was {_text(theirs)}, is {_text(ours)}"
+            for name, ours, theirs in zip(self.names, self.leaves, other.leaves, strict=True)
+            if ours != theirs
+        ]
         changed = [name for ours, (name, _) in zip(self.surroundings, other.surroundings, strict=True) if ours[1] != _]
-        return f"{', '.join(changed)} differ{'s' if len(changed) == 1 else ''}"
+        return found + ([f"{', '.join(changed)} differ{'s' if len(changed) == 1 else ''}"] if changed else [])
+
+    def sizes(self, other: Signature) -> dict[tuple[int, int], tuple[int, int]] | None:
+        """Where tensors have other sizes, by (leaf, dim): ours and theirs; None if anything else differs too."""
+        if (self.spec, self.names, self.surroundings) != (other.spec, other.names, other.surroundings):
+            return None
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for index, (ours, theirs) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if ours == theirs:
+                continue
+            if not (_is_tensor(ours) and _is_tensor(theirs)) or ours[1:] != theirs[1:]:
+                return None
+            a, b = ours[0], theirs[0]
+            if (a.dtype, a.device, a.ndim) != (b.dtype, b.device, b.ndim):
+                return None
+            found |= {
+                (index, d): pair for d, pair in enumerate(zip(a.shape, b.shape, strict=True)) if pair[0] != pair[1]
+            }
+        return found
+
+
+def _is_tensor(compared: Any) -> bool:
+    return isinstance(compared, tuple) and isinstance(compared[0], TensorType)
 
 
 def _compared(leaf: Any) -> Any:

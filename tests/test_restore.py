@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from models import ConvNet, Mlp, built, labels, rows, sgd, train_step
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.optim import lr_scheduler
 
 import meshstep as ms
@@ -517,3 +518,87 @@ def test_data_of_unknown_memory_is_refused() -> None:
         return loss
 
     assert "storage" in refused(step, built(Mlp))
+
+
+# ---- with all that is swapped besides: scalers, schedules, Adafactor, stand-ins, hooks of tensors
+
+
+class StandIn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3), keepdim=True) * 2
+
+
+@pytest.mark.parametrize("where", ["", "forward", "backward", "optimizer", "value", "transformation"])
+def test_everything_that_is_swapped_is_put_back(where: str) -> None:
+    from torch.optim import _adafactor  # what a capture replaces in torch itself
+
+    def step(model: nn.Module, optimizer: Any, schedule: Any, scaler: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if where == "forward":
+            fail()
+        scaler.scale(loss).backward()
+        if where == "backward":
+            fail()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        if where == "optimizer":
+            fail()
+        if where == "value":
+            float(loss)
+        return loss
+
+    def edit(gm: Any) -> Any:
+        if where == "transformation":
+            fail()
+        return gm
+
+    model = built(ConvNet)
+    for p in model.parameters():
+        p.register_hook(lambda g: g * 2)
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    schedule = lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # makes its tensors
+    args = (model, optimizer, schedule, scaler, rows(0, 2, 6, 6), labels())
+    held = [vars(schedule), vars(scaler), vars(_adafactor), *(vars(p) for p in model.parameters())]
+    hooks = [(dict(p._backward_hooks), dict(p._post_accumulate_grad_hooks)) for p in model.parameters()]  # type: ignore[attr-defined]
+    before = everything(*args, *held)
+    compiled = ms.simulate(
+        step, mesh=MESH, module_override={nn.GroupNorm: lambda module: StandIn()}, gm_transformation=edit
+    )
+    if where == "":
+        compiled.lower(*args)
+    else:
+        with pytest.raises((ValueError, CaptureError)):
+            compiled(*args)
+    assert everything(*args, *held) == before
+    assert [(dict(p._backward_hooks), dict(p._post_accumulate_grad_hooks)) for p in model.parameters()] == hooks  # type: ignore[attr-defined]
+    if where == "":
+        compiled(*args)
+        assert schedule.last_epoch == 1 and type(model.body[4]) is nn.GroupNorm
+
+
+@pytest.mark.parametrize("where", ["", "forward"])
+def test_spmd_leaves_gradients_and_hooks_as_they_were(where: str) -> None:
+    class Fails(ConvNet):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if where:
+                fail()
+            return out
+
+    model = built(Fails)
+    for p in model.parameters():
+        p.register_hook(lambda g: g)
+        p.grad = torch.ones_like(p)
+    model.eval()
+    spmd, x = ms.SPMD(model, ms.Schema(ms.Mesh(dp=1), [Replicate()])), rows(0, 2, 6, 6)
+    before = everything(model, x)
+    if where:
+        with pytest.raises(ValueError, match="mine"):
+            spmd(x)
+    else:
+        spmd(x)
+    assert everything(model, x) == before

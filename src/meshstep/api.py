@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, dynamic_dims, placements_along
-from .capture.capture import Captured, capture
+from .capture.capture import Captured, capture, is_capturing
 from .capture.source import name_of
 from .capture.widened import widened
 from .errors import CheckpointError, InputError
@@ -100,6 +100,8 @@ class Step(ABC):
             PlanError: The plan does not fit the mesh or the program.
             RankMismatchError: Ranks would run different programs.
         """
+        if is_capturing():
+            return self._function(*args, **kwargs)
         self._seed.begin()
         call = bind_call(self._signature, args, kwargs)
         signature = Signature.of(call.spec, call.names, call.leaves)
@@ -141,7 +143,7 @@ class Step(ABC):
         return compare(self._function, simulated, lambda i: (args, kwargs), steps)
 
     def objects(self) -> dict[str, Any]:
-        """The modules and optimizers of the last call that was compiled, by their names, and the step itself.
+        """Modules, optimizers and scalers of the last call that was compiled, by their names, and the step itself.
 
         Raises:
             CheckpointError: There was none.
@@ -199,7 +201,7 @@ class Step(ABC):
         self._agree(call, mesh, reason)
         captured, local, resized = self._program(call, signature, mesh)
         guards = Guards(captured, local)
-        self._objects = dict([*captured.state.modules, *captured.state.optimizers])
+        self._objects = dict([*captured.state.modules, *captured.state.optimizers, *captured.state.scalers])
         captured.state.held.clear()  # what becomes a shard must not be held whole
         inputs = guards.bind(call.leaves)
         assert not isinstance(inputs, str), inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,23 @@ from .tracer import Tracer
 from .tree import Spec, flatten, paths
 
 StandIns = Callable[[Sequence[tuple[str, nn.Module]]], Mapping[int, nn.Module]]
+
+
+_capturing = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether a step is being traced in this thread: a step that it calls is a part of it."""
+    return getattr(_capturing, "now", False)
+
+
+@contextlib.contextmanager
+def _as_capturing() -> Iterator[None]:
+    before, _capturing.now = is_capturing(), True
+    try:
+        yield
+    finally:
+        _capturing.now = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +258,7 @@ class _Capture:
     def _trace(self, invoke: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
         arguments = [self.replaced.get(id(a), a) if isinstance(a, nn.Module) else a for a in arguments]
         with (
+            _as_capturing(),
             standing_in(self.state.submodules(), self.replaced),
             compiling(),
             torch.autograd.set_multithreading_enabled(False),

@@ -54,3 +54,11 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
     assert loss(there) == pytest.approx(loss(whole), abs=2e-3)  # in float32
     assert "step 5:" not in there
+
+
+@pytest.mark.parametrize("page", ["coming-from-spmd.md"])
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, capsys):
+    text = (EXAMPLES.parent / "docs" / page).read_text()
+    code = "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    exec(compile(code, page, "exec"), {"__name__": "docs"})
+    assert "lies S(0)@dp" in capsys.readouterr().out

@@ -309,6 +309,23 @@ def test_what_a_transformation_returns_is_verified(edit: Any, text: str) -> None
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def test_names_that_are_no_names_in_python() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"lambda": nn.Linear(6, 6), "0": nn.Linear(6, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers["0"](self.layers["lambda"](x))
+
+    model = built(lambda: nn.Sequential(nn.Linear(6, 6), Named()))
+    step = ms.simulate(train_step, mesh=MESH, gm_transformation=lambda gm: gm)
+    assert step(model, sgd(model), rows(), labels()).isfinite()
+    alone = built(lambda: nn.ParameterDict({"lambda": nn.Parameter(torch.ones(6))}))
+    step = ms.simulate(lambda m, x: (x * m["lambda"]).sum(), mesh=MESH, gm_transformation=lambda gm: gm)
+    torch.testing.assert_close(step(alone, rows()), rows().sum())
+
+
 def test_a_transformation_that_is_no_function_is_refused() -> None:
     with pytest.raises(ms.InputError, match="gm_transformation is a int"):
         ms.compile(gm_transformation=3)  # type: ignore[call-overload]

@@ -384,6 +384,7 @@ class Tracer(TorchDispatchMode):
     def _new_placeholder(self, slot: Slot, type_: TensorType) -> fx.Node:
         with self.graph.inserting_before(self._first) if self._first else contextlib.nullcontext():
             node = self.graph.create_node("placeholder", slot_name(slot), name=slot_name(slot))
+        node.target = node.name  # in the Python that fx writes it is an argument: no keyword, no digit first
         node.meta.update(type=type_, layout=Layout(), source="")
         self.slots.append(slot)
         self._slot_of[node], self._types[slot] = slot, type_

@@ -327,3 +327,27 @@ def saved_by_torch() -> float:
     for s, m, o in ((step, model, optimizer), (other_step, other, other_optimizer)):
         s(m, o, *my_part(mesh, plan, *batch(9)))
     return worst(whole(state_of(model, optimizer)), whole(state_of(other, other_optimizer)))
+
+
+def memory_formats(plan: ms.Plan, kind: str) -> float:
+    """A channels-last model whose gradients outlive the step, against the plain run: the worst difference."""
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    torch.manual_seed(3)
+    mesh = ms.Mesh(dp=dist.get_world_size())
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 4))
+    model = model.double().to(memory_format=torch.channels_last)
+    optimizer = optimizer_for(model, kind)
+    plain = copy.deepcopy((model, optimizer))
+    compiled = ms.compile(backend="eager", plan=plan, mesh=mesh)(step)
+    for i in range(4):
+        x = torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        step(*plain, x)
+        compiled(model, optimizer, *my_part(mesh, plan, x))
+    return worst(whole(state_of(model, optimizer)), state_of(*plain))

@@ -174,6 +174,69 @@ def test_a_schedule_that_waits_for_a_plateau_is_stepped_outside(name: str) -> No
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-9)
 
 
+# ---- where the state lies, over ranks and in memory
+
+
+PLANS = {"zero1": ms.plans.zero(1), "zero2": ms.plans.zero(2), "fsdp": ms.plans.fsdp()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_optimizer_on_state_in_shards(name: str, plan: str) -> None:
+    """With gradients that outlive the step: they are state too."""
+    model, optimizer = make(name, {})
+    found = ms.verify(
+        scheduled_step,
+        lambda i: ((model, optimizer, None, rows(i), labels(i)), {}),
+        mesh=ms.Mesh(dp=2),
+        plan=PLANS[plan],
+        steps=4,
+    )
+    assert found.ok and found.max_error < 1e-12, found
+
+
+class Convolutions(nn.Module):
+    """No batch statistics: with them some gradients are nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def channels_last(name: str) -> tuple[nn.Module, O.Optimizer]:
+    model = built(Convolutions).to(memory_format=torch.channels_last)
+    return model, getattr(O, name)(model.parameters(), lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
+
+
+@pytest.mark.parametrize("way", ["simulate", "eager", "inductor"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_kernels_take_memory_as_the_parameter_has_it(name: str, way: str) -> None:
+    step: Any = (
+        ms.simulate(scheduled_step, mesh=ms.Mesh(dp=2))
+        if way == "simulate"
+        else ms.compile(backend=way)(scheduled_step)
+    )
+    (plain, first), (model, second) = channels_last(name), channels_last(name)
+    for i in range(4):
+        if i == 2:  # state from a checkpoint that knows of no strides
+            for state in second.state.values():
+                state.update({k: v.contiguous().clone() for k, v in state.items() if isinstance(v, Tensor)})
+        x = rows(i, 2, 6, 6).contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(
+            step(model, second, None, x, labels(i)), scheduled_step(plain, first, None, x, labels(i))
+        )
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-12)
+        for key, value in first.state[p].items():
+            torch.testing.assert_close(second.state[q][key], value, rtol=0, atol=1e-7 if value.ndim == 0 else 1e-12)
+            if value.ndim:
+                assert second.state[q][key].stride() == value.stride()
+
+
 # ---- what is not supported, with its reason
 
 

@@ -138,3 +138,10 @@ def test_a_dtensor_argument_says_how_it_lies(pools):
 
 def test_torch_saves_and_loads_the_shards(pools):
     assert max(pools(2).run(jobs.saved_by_torch)) == 0
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("plan", [P.data_parallel(), P.zero(1), P.zero(2), P.fsdp()], ids=lambda p: p.axes[0].kind)
+def test_channels_last_and_gradients_that_stay(pools, plan, kind):
+    for found in pools(2).run(jobs.memory_formats, plan, kind):
+        assert found < 1e-10

@@ -61,11 +61,27 @@ def _argument(name: str) -> str:
     return "param" if name == "self" else name
 
 
+def laid_out_like(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """Tensors whose elements lie in memory as those of others do: copies of those that lie otherwise.
+
+    The kernels take element i of each tensor's memory together, whatever the strides say.
+    """
+    return [_laid_out(tensor, other) for tensor, other in zip(tensors, like, strict=True)]
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.stride() == like.stride() or tensor.shape != like.shape:
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
 def _compute(kernel: Any, lists: tuple[str, ...], written: tuple[str, ...], *args: Any, **kwargs: Any) -> tuple:
     names = [_argument(a.name) for a in kernel._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
     for name in written:
         bound[name] = None if bound[name] is None else bound[name].clone()
+    for name in lists:
+        bound[name] = None if bound[name] is None else _laid_out(bound[name], bound["param"])
     listed = [[] if bound[name] is None else [bound[name]] for name in lists]
     kernel(*listed, **{name: value for name, value in bound.items() if name not in lists})
     return tuple(_or_empty(bound[name], bound["param"]) for name in written)

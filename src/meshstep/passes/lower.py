@@ -17,7 +17,7 @@ from torch import fx
 from .._torch import OpOverload
 from ..ir import collectives
 from ..ir.program import Program, append, name_of
-from ..ir.updates import BY_OP, Update
+from ..ir.updates import BY_OP, Update, laid_out_like
 from .state import in_place
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -207,10 +207,14 @@ class _Lowering:
         return [self._kernel(BY_OP[nodes[0].target], nodes) for nodes in together.values()]
 
     def _kernel(self, update: Update, nodes: Sequence[fx.Node]) -> tuple[Any, list[Any], dict[str, Any]]:
-        lists = [
+        lists: list[Any] = [
             [self._argument(node.args[i], written=name in update.written) for node in nodes if node.args[i] is not None]
             for i, name in enumerate(update.lists)
         ]
+        params = lists[update.lists.index("param")]
+        for i, name in enumerate(update.lists):
+            if name not in update.written and len(lists[i]) == len(params) and _shape(nodes[0].args[i]):
+                lists[i] = self._call(laid_out_like, lists[i], params)
         names = [argument.name for argument in update.kernel._schema.arguments][len(update.lists) :]
         options = dict(zip(names, nodes[0].args[len(update.lists) :])) | nodes[0].kwargs
         return update.kernel, lists, fx.node.map_arg(options, self._argument)

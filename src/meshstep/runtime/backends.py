@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from .._torch import OpOverload, compile_with_inductor
 from ..errors import InputError
 from ..ir.random import EXPANSIONS
+from ..ir.updates import laid_out_like
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Runner = Callable[..., Any]
@@ -90,17 +91,17 @@ def split_tail(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule |
         that (None if there are no such kernels); how many values that is.
     """
     nodes = list(module.graph.nodes)
-    kernels = [node for node in nodes if _is_list_kernel(node)]
+    kernels = [node for node in nodes if _is_list_kernel(node) or node.target is laid_out_like]
     if not kernels:
         return module, None, 0
-    needed = dict.fromkeys(n for k in kernels for n in k.all_input_nodes if n.op != "placeholder")
+    needed = dict.fromkeys(n for k in kernels for n in k.all_input_nodes if n.op != "placeholder" and n not in kernels)
     body, tail = fx.Graph(), fx.Graph()
     in_body: dict[fx.Node, fx.Node] = {}
     in_tail = {n: tail.placeholder(n.name) for n in nodes if n.op == "placeholder"}
     in_tail |= {n: tail.placeholder(n.name) for n in needed}
     for node in nodes:
         if node in kernels:
-            tail.node_copy(node, in_tail.__getitem__)
+            in_tail[node] = tail.node_copy(node, in_tail.__getitem__)
         elif node.op != "output":
             in_body[node] = body.node_copy(node, in_body.__getitem__)
     outputs: Any = nodes[-1].args[0]

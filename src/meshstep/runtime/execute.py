@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._torch import mark_stepped
 from ..capture.capture import Captured
 from ..capture.places import AttributePlace, GradientPlace, OptimizerStatePlace
 from ..capture.tree import unflatten
 from ..ir.program import Program
+from ..ir.updates import laid_out_like
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.lower import kept_results
@@ -127,8 +129,16 @@ def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tens
         storage = value.untyped_storage().data_ptr()
         shared = value.numel() > 0 and (storage in storages or value.untyped_storage().nbytes() > value.nbytes)
         storages.add(storage)
-        own = value.clone() if shared and isinstance(place, OptimizerStatePlace) else value
-        place.create(leaves, held(index, own))
+        if isinstance(place, OptimizerStatePlace):
+            value = _as_its_parameter(place, leaves, value.clone() if shared else value)
+        place.create(leaves, held(index, value))
+
+
+def _as_its_parameter(place: OptimizerStatePlace, leaves: list[Any], value: Tensor) -> Tensor:
+    """New state in memory as its parameter lies, as torch makes it: kernels take the two together."""
+    owner = place.owner.read(leaves)
+    local = owner.to_local() if isinstance(owner, DTensor) else owner
+    return value if local is None else laid_out_like([value], [local.detach()])[0]
 
 
 def _returned(captured: Captured, results: dict[int, Any]) -> Any:

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from .._torch import tensor_hooks
 from ..capture.capture import Captured
-from ..capture.places import GradientPlace
+from ..capture.places import GradientPlace, OptimizerStatePlace
 from ..capture.state import frozen_hyperparameters
 from ..capture.tree import Spec
 from ..ir.program import Program, SlotKind
 from ..ir.types import TensorType
+from ..ir.updates import laid_out_like
 from .sharded import placements_of
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -161,6 +162,8 @@ class Guards:
         self._places = captured.places
         held = {str(h.slot): (TensorType.of(h.tensor), h.tensor.requires_grad) for h in state.held}
         self._wanted = [held.get(name) for name in self._names]
+        at = {id(place): i for i, place in enumerate(captured.places)}
+        self._owner = [at.get(id(getattr(place, "owner", None))) for place in captured.places]
         # Weak: a whole parameter that has become a shard must not stay for having been looked at.
         self._seen: list[Callable[[], Any]] = [_nothing] * len(self._places)
 
@@ -200,6 +203,7 @@ class Guards:
                 if isinstance(tensor, DTensor) and tensor.placements != self._lies[i]:
                     return f"{self._names[i]} lies otherwise"
                 seen[i] = weakref.ref(tensor)
+                self._lay_out(i, tensors)
             if tensor.requires_grad is not want[1]:
                 return f"{self._names[i]} {'now' if tensor.requires_grad else 'no longer'} requires grad"
         for i, hooks in self._hooks:
@@ -211,6 +215,17 @@ class Guards:
                 return reason
         held = [id(tensor) for tensor, want in zip(tensors, wanted, strict=True) if want is not None]
         return tensors if len(set(held)) == len(held) else "two tensors of the state are one now"
+
+    def _lay_out(self, index: int, tensors: list[Tensor]) -> None:
+        """Give optimizer state that came from elsewhere (a checkpoint) memory like its parameter's."""
+        owner = self._owner[index]
+        if owner is None or not isinstance(self._places[index], OptimizerStatePlace):
+            return
+        tensor, like = tensors[index], tensors[owner]
+        if not isinstance(tensor, DTensor) and not isinstance(like, DTensor) and like is not None:
+            (found,) = laid_out_like([tensor], [like.detach()])
+            if found is not tensor:
+                tensor.data = found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

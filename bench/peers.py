@@ -68,11 +68,14 @@ def torch_step(work: Workload, wrap: Wrap, compiled: bool = False, compiled_opti
 def meshstep_step(work: Workload, plan: str, backend: str) -> Step:
     import meshstep as ms
 
-    ms.init()
+    world = ms.init()
+    named = {"data_parallel": ms.plans.data_parallel, "fsdp": ms.plans.fsdp, "zero1": lambda: ms.plans.zero(1)}
     model = work.build()
     optimizer = work.optimizer(model.parameters())
+    sharded = ms.plans.tensor_parallel(work.tp_plan) if plan == "tp" else named[plan]()
+    mesh = ms.Mesh(tp=world.size) if plan == "tp" else ms.Mesh(dp=world.size)
 
-    @ms.compile(plan=getattr(ms.plans, plan)(), backend=backend)
+    @ms.compile(mesh=mesh, plan=sharded, backend=backend)
     def train_step(
         model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, clip: float | None
     ) -> Tensor:
@@ -93,7 +96,7 @@ PEERS: dict[str, Callable[[Workload], Step]] = {  # in order: where time runs ou
     "ddp_compile": partial(torch_step, wrap=ddp, compiled=True),
     **{
         f"meshstep_{plan}_{backend}": partial(meshstep_step, plan=plan, backend=backend)
-        for plan in ("data_parallel", "fsdp", "auto")
+        for plan in ("data_parallel", "tp", "fsdp", "zero1")
         for backend in ("eager", "inductor")
     },
     "fsdp2_eager": partial(torch_step, wrap=fsdp2),
@@ -122,12 +125,16 @@ def runs_alone(name: str) -> bool:
 
 
 def takes_global_batch(name: str) -> bool:
-    return runs_alone(name) or name.startswith("tp")
+    return runs_alone(name) or splits_layers(name)
+
+
+def splits_layers(name: str) -> bool:
+    return name.startswith(("tp", "meshstep_tp"))
 
 
 def reason_to_skip(name: str, workload: str) -> str | None:
     """Why the peer cannot run the workload here, or None."""
-    if name.startswith("tp") and not WORKLOADS[workload].tp_plan:
+    if splits_layers(name) and not WORKLOADS[workload].tp_plan:
         return "no plan for this workload"
     if name.startswith("meshstep") and importlib.util.find_spec("meshstep") is None:
         return "absent"

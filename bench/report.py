@@ -59,6 +59,29 @@ def table(workload: str, peers: Peers) -> str:
     return "\n".join(lines) + "\n"
 
 
+def best(peers: Peers, *, ours: bool) -> str | None:
+    """The fastest of our contestants, or of the others that run on all ranks."""
+    found = {
+        name: result["median_ms"]
+        for name, result in peers.items()
+        if "median_ms" in result and name.startswith("meshstep") is ours and not name.startswith("single")
+    }
+    return min(found, key=found.__getitem__) if found else None
+
+
+def verdict(workloads: dict[str, Peers]) -> str:
+    """For each workload the best that we have against the best that others have."""
+    lines = ["### the best of each, ratio of medians of interleaved steps", ""]
+    lines += head("workload", "ours", "theirs", "ms", "ms", "ratio")
+    for workload, peers in workloads.items():
+        ours, theirs = best(peers, ours=True), best(peers, ours=False)
+        if ours is None or theirs is None:
+            continue
+        times = (shown(peers[name]["median_ms"], ".1f") for name in (ours, theirs))
+        lines.append(row([workload, ours.removeprefix("meshstep_"), theirs, *times, shown(ratio(peers, ours, theirs))]))
+    return "\n".join(lines) + "\n"
+
+
 def ratios(workloads: dict[str, Peers]) -> str:
     """What the project aims at: each of its peers against the baseline that it should not be slower than."""
     titles = (f"{name} / {BASELINES[baseline]}" for name, baseline in AIMS.items())
@@ -71,6 +94,7 @@ def ratios(workloads: dict[str, Peers]) -> str:
 def spread(files: list[str]) -> str:
     """Over several runs: the median of what each run found, with the least and the most."""
     runs = [json.loads(Path(file).read_text())["workloads"] for file in files]
+    verdicts = "\n".join(verdict(run) for run in runs)
     titles = (f"/ {title} (min-max)" for title in BASELINES.values())
     lines = head("workload", "peer", "runs", "ms (min-max)", *titles)
     for workload, name in {(w, name): None for run in runs for w in run for name in run[w]}:
@@ -80,7 +104,7 @@ def spread(files: list[str]) -> str:
         times = [peers[name]["median_ms"] for peers in found]
         against = ([ratio(peers, name, baseline) for peers in found] for baseline in BASELINES)
         lines.append(row([workload, name, len(found), span(times), *map(span, against)]))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", verdicts])
 
 
 def span(values: list[float | None]) -> str:

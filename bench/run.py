@@ -24,7 +24,7 @@ import torch
 import torch._inductor.compile_fx  # imported once, here, so that no peer's first call pays for it
 
 from . import peers, worker, workloads
-from .report import ratios, table
+from .report import ratios, table, verdict
 
 Result = dict[str, object]
 
@@ -193,6 +193,7 @@ def main() -> int:
         print(f"{note}; {time.monotonic() - began:.0f} s in all\n", flush=True)
         args.out.write_text(json.dumps(report, indent=1))
     print(ratios(found))
+    print(verdict(found))
     failed = [f"{w}: {name}" for w in found for name, result in found[w].items() if "detail" in result]
     for line in failed:
         print(f"failed: {line} (details in {args.out})", file=sys.stderr)

@@ -165,6 +165,7 @@ WORKLOADS = {
         batches(lambda g: torch.randint(50_000, (64, 32), generator=g), lambda x: x[:, 0] % 16),
         lambda model: list(model.net[::2]),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        tp_plan={"net.0": "colwise", "net.2": "rowwise"},
         note="SGD with momentum, dense gradients",
     ),
     "llama_tiny": Workload(

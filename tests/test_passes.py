@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +16,7 @@ import meshstep as ms
 from meshstep.ir.program import Program, SlotKind, communication
 from meshstep.ir.verifier import verify_program
 from meshstep.layout import PARTIAL, shard
-from meshstep.passes import DEFAULT, Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline
+from meshstep.passes import DEFAULT, EAGER, Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline, pipeline
 
 aten = torch.ops.aten
 
@@ -306,3 +307,66 @@ def test_the_users_passes_run_in_the_place_of_the_default_ones():
     made = lowered(passes=Pipeline((DeadCode(),))).local_program
     assert [count for _, _, count in sent(made)] == [1] * 6
     verify_program(made, types=True)
+
+
+# ---- the text form, and what passes did
+
+
+@pytest.mark.parametrize("given", [DEFAULT, EAGER, Pipeline(()), Pipeline((Bucket(1, 2), LaunchEarly(3, False)))])
+def test_a_pipeline_is_its_text(given):
+    assert pipeline(str(given)) == given
+    assert str(pipeline(str(given))) == str(given)
+
+
+def test_the_text_form_of_the_default_pipelines():
+    assert str(DEFAULT) == "common_subexpressions | dead_code | regather | bucket | launch_early"
+    assert str(EAGER) == (
+        "common_subexpressions | dead_code | regather | bucket(bucket_bytes=1048576, shard_bytes=524288) | "
+        "launch_early(prefetch=False)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("dead_code | fuse", "no pass 'fuse'"),
+        ("bucket(bytes=3)", "bucket has no such options"),
+        ("bucket(3)", "no pass: a name, and options as name=value"),
+        ("dead_code()()", "no pass: a name"),
+        ("__import__('os')", "no pass: a name"),
+        ("bucket(bucket_bytes=print(1))", "no pass: malformed"),
+        ("dead code", "no pass: invalid syntax"),
+    ],
+)
+def test_a_text_that_is_no_pipeline_is_refused(text, error):
+    with pytest.raises(ms.InputError, match=re.escape(error)):
+        pipeline(text)
+
+
+def test_the_text_form_is_taken_by_compile_and_simulate():
+    model = torch.nn.Linear(4, 4)
+
+    def step(model, x):
+        return model(x).sum()
+
+    text = "dead_code | launch_early"
+    lowered = ms.compile(mesh=ms.Mesh(dp=2), passes=text)(step).lower(model, torch.ones(2, 4))
+    assert [str(record).split(":")[0] for record in lowered.passes] == ["dead_code", "launch_early"]
+    torch.testing.assert_close(
+        ms.simulate(step, mesh=ms.Mesh(dp=2), passes=text)(model, torch.ones(2, 4)), step(model, torch.ones(2, 4))
+    )
+    with pytest.raises(ms.InputError, match="no pass 'nothing'"):
+        ms.compile(passes="nothing")
+
+
+def test_what_each_pass_did_is_told():
+    build = Build(dp=2)
+    x = build.input("x", 4)
+    build(aten.exp.default, x)  # nobody uses it
+    program = build.program(build(aten.neg.default, x))
+    records = []
+    Pipeline((DeadCode(), Bucket()))(program, records.append, texts=True)
+    assert [(r.name, r.changed, r.calls) for r in records] == [("dead_code", True, (2, 1)), ("bucket", False, (1, 1))]
+    assert "aten.exp" in records[0].before and "aten.exp" not in records[0].after
+    assert re.fullmatch(r"dead_code: 2 -> 1 calls in \d+\.\d{3} s", str(records[0]))
+    assert re.fullmatch(r"bucket: nothing to do in \d+\.\d{3} s", str(records[1]))

@@ -24,7 +24,7 @@ from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
 from .override import Override, Overrides, overrides_of, stand_ins
-from .passes import DEFAULT, EAGER, Pipeline, Transform, lower
+from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Transform, lower, pipeline
 from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
@@ -127,9 +127,10 @@ class Step(ABC):
         mesh = self._mesh()
         self.plan.check(mesh)
         layouts, captured = self._captured(call, mesh)
-        local, plan = self._partitioned(call, captured, layouts, mesh)
+        records: list[PassRecord] = []
+        local, plan = self._partitioned(call, captured, layouts, mesh, records.append)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
-        return Lowered(captured.program, local, plan, lower(local, groups))
+        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records))
 
     def verify(self, *args: Any, steps: int = 5, **kwargs: Any) -> Verification:
         """Compare the plain function with the compiled program on all virtual ranks; changes nothing of the caller's.
@@ -247,7 +248,12 @@ class Step(ABC):
         return layouts, captured
 
     def _partitioned(
-        self, call: Call, captured: Captured, layouts: Sequence[Layout | None], mesh: Mesh
+        self,
+        call: Call,
+        captured: Captured,
+        layouts: Sequence[Layout | None],
+        mesh: Mesh,
+        observe: Callable[[PassRecord], Any] | None = None,
     ) -> tuple[Program, Plan]:
         """The local program, and the plan with the placement of every value."""
         own = self._own_layouts(captured, mesh)
@@ -257,6 +263,7 @@ class Step(ABC):
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
             passes=self._options.pipeline(mesh),
+            observe=observe,
         )
 
 
@@ -355,7 +362,7 @@ def compile(  # noqa: A001
     inputs: Inputs | None = None,
     outputs: str = "local",
     backend: Backend = "inductor",
-    passes: Pipeline | None = None,
+    passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
@@ -372,7 +379,7 @@ def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
                 anything else is the same on all ranks.
             outputs: How what is sharded comes back: "local" rows, "full", or "dtensor".
             backend: "inductor", "eager", or a callable of (GraphModule, example inputs) that returns a callable.
-            passes: A `Pipeline`; None is the default one.
+            passes: A `Pipeline`, or its text form; None is the default one.
             module_override: Stand-ins for modules while the step is traced, see `Override`; `Opaque` for modules that
                 cannot be traced.
             gm_transformation: Gets the graph that each rank runs, after all passes, as a `GraphModule`, once for each
@@ -391,7 +398,7 @@ def simulate(
     mesh: Mesh,
     plan: Plan | None = None,
     inputs: Inputs | None = None,
-    passes: Pipeline | None = None,
+    passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> SimulatedStep:
@@ -409,7 +416,8 @@ def simulate(
         module_override: As for `compile`.
         gm_transformation: As for `compile`.
     """
-    options = Options(mesh, plan, inputs, "full", "eager", passes, module_override, gm_transformation)
+    given: Any = passes
+    options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation)
     return SimulatedStep(function, _checked(options))
 
 
@@ -435,6 +443,9 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _checked(options: Options) -> Options:
+    given: Any = options.passes
+    if isinstance(given, str):
+        options = replace(options, passes=pipeline(given))
     overrides_of(options.module_override)
     if not (options.gm_transformation is None or callable(options.gm_transformation)):
         raise InputError(

@@ -12,6 +12,7 @@ from torch import fx
 from .errors import InputError
 from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
+from .passes import PassRecord
 from .passes.liveness import Memory, memory
 from .plan.plan import Plan
 from .rules import Found, OpCall, found_by_running
@@ -54,12 +55,14 @@ class Lowered:
         plan: The plan with the placement of every value.
         graph_module: The local program as torch runs it; the groups have the names of their axes, and what depends
             on the rank is that of rank 0.
+        passes: What each pass did, and how long it took.
     """
 
     program: Program
     local_program: Program
     plan: Plan
     graph_module: fx.GraphModule
+    passes: tuple[PassRecord, ...] = ()
 
     def as_text(self, stage: str = "local") -> str:
         """The text form.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
 from .ir.program import Program, Slot
 from .ir.verifier import verify_program
 from .partition import partition
-from .passes import DEFAULT, Pipeline
+from .passes import DEFAULT, PassRecord, Pipeline
 from .plan.decide import decide
 from .plan.plan import Plan
 from .plan.state import named_placements
@@ -24,6 +25,7 @@ def local_program(
     *,
     whole_outputs: bool = False,
     passes: Pipeline | None = None,
+    observe: Callable[[PassRecord], Any] | None = None,
 ) -> tuple[Program, Plan]:
     """Plan and partition a program along every axis of its mesh.
 
@@ -36,6 +38,7 @@ def local_program(
         placements: Gives the placements of the arguments along an axis.
         whole_outputs: Whether user outputs come back whole.
         passes: What runs over the local program; None is the default pipeline.
+        observe: Told what each pass did.
 
     Returns:
         The local program, and the plan with the placement of every value.
@@ -50,4 +53,4 @@ def local_program(
         plans.append(decided)
         program = partition(program, decision)
     verify_program(program, by="partition")
-    return (passes or DEFAULT)(program), Plan(tuple(plans))
+    return (passes or DEFAULT)(program, observe), Plan(tuple(plans))

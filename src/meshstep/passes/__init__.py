@@ -5,7 +5,7 @@ from .common_subexpressions import CommonSubexpressions
 from .dead_code import DeadCode
 from .launch_early import LaunchEarly
 from .lower import lower
-from .pipeline import Pass, Pipeline
+from .pipeline import Pass, PassRecord, Pipeline, parse, snake_case
 from .regather import Regather
 from .transform import Transform
 
@@ -23,6 +23,23 @@ EAGER = Pipeline(
     )
 )
 
+KNOWN: dict[str, type] = {
+    snake_case(kind.__name__): kind for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Regather)
+}
+
+
+def pipeline(text: str) -> Pipeline:
+    """The pipeline that a text describes: `str(pipeline(text))` is the text again.
+
+    >>> str(pipeline("common_subexpressions | bucket(bucket_bytes=4096) | launch_early(prefetch=False)"))
+    'common_subexpressions | bucket(bucket_bytes=4096) | launch_early(prefetch=False)'
+
+    Raises:
+        InputError: There is no such pass, or it has no such option.
+    """
+    return parse(text, KNOWN)
+
+
 __all__ = [
     "DEFAULT",
     "EAGER",
@@ -31,8 +48,10 @@ __all__ = [
     "DeadCode",
     "LaunchEarly",
     "Pass",
+    "PassRecord",
     "Pipeline",
     "Regather",
     "Transform",
     "lower",
+    "pipeline",
 ]

@@ -11,15 +11,9 @@ from torch import fx
 
 from ..ir.program import Program, Result, Slot, SlotKind, append, call, copy_node, is_part
 from ..layout import Layout
+from .regather import CHEAP
 
 aten = torch.ops.aten
-
-_VIEWS = frozenset(
-    {
-        aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.expand.default,
-        aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.select.int, aten.slice.Tensor,
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class _Splitting:
         """Whether the backward has it without the forward: an input that stays, a view of one, a parameter's shards."""
         if node.op == "placeholder":
             return node not in self.written
-        return (node.target in _VIEWS or bool(node.meta.get("regather"))) and all(
+        return (node.target in CHEAP or bool(node.meta.get("regather"))) and all(
             map(self._is_free, node.all_input_nodes)
         )
 

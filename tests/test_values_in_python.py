@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from models import Mlp, built, labels, rows, train_step
 from torch import nn
 
 import meshstep as ms
@@ -177,3 +178,25 @@ def test_a_buffer_of_truth_values_is_verified_too():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = ms.verify(squares, lambda i: ((model, optimizer, torch.ones(4, 4) * (i + 1)), {}), mesh=MESH, steps=2)
     assert found.ok and found.values["buffer"] == 1
+
+
+def test_a_call_like_the_last_one_is_not_looked_at_closely(monkeypatch) -> None:
+    """What is seen then must hold all the same: the other tests of this file change one thing after such a call."""
+    from meshstep.runtime.signature import Guards
+
+    model = built(Mlp)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step = ms.simulate(train_step, mesh=ms.Mesh(dp=2))
+    for i in range(3):
+        step(model, optimizer, rows(i), labels(i))
+    monkeypatch.setattr(Guards, "_bound", lambda *_: pytest.fail("looked at closely"))
+    for i in range(3):
+        step(model, optimizer, rows(i), labels(i))
+    monkeypatch.undo()
+    parameter, before = model.fc1.bias, step.cache_info().misses
+    model.fc1._parameters["bias"] = None
+    del optimizer.state[parameter]
+    optimizer.param_groups[0]["params"].remove(parameter)
+    del parameter
+    assert step(model, optimizer, rows(), labels()).isfinite()
+    assert step.cache_info().misses == before + 1

@@ -6,6 +6,7 @@ Tested: torch 2.13.0.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -101,6 +102,17 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[tuple[Callable, ...], tuple[Call
     hooks: Any = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     before, after = (tuple((found or {}).values()) for found in hooks)
     return before, after
+
+
+_HOOKS = (operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks"))
+
+
+def hooks_by_place(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Any, ...]]:
+    """The functions of `tensor_hooks` of those tensors that have some, by their place in the list."""
+    if not any(any(map(hooks, tensors)) for hooks in _HOOKS):  # asked at every call, of every parameter
+        return {}
+    found = enumerate(map(tensor_hooks, tensors))
+    return {i: hooks for i, hooks in found if any(hooks)}
 
 
 @contextlib.contextmanager

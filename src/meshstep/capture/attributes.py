@@ -6,6 +6,7 @@ import contextlib
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ class Attributes:
             for owner in owners
         ]
         self._values = [(owner.__dict__, list(owner.__dict__.values())) for owner in owners]
+        modules = [
+            (m.__dict__, [name for name, _, _ in noted]) for m, noted in self._owners if isinstance(m, nn.Module)
+        ]
+        self._dicts = [found for found, _ in modules]
+        self._lengths = list(map(len, self._dicts))
+        self._getters = [operator.itemgetter("training", "training", *names) for _, names in modules]
+        self._held = [found[name] for found, names in modules for name in ("training", "training", *names)]
+        self._others = [
+            (owner.__dict__, name, value)
+            for (owner, noted) in self._owners
+            if not isinstance(owner, nn.Module)
+            for name, value, _ in noted
+        ]
         self._containers = [
             (value, frozen)
             for _, noted in self._owners
@@ -92,7 +106,8 @@ class Attributes:
             if name in owner.__dict__
         ]
         self._empty = [table for _, _, table, before in self._tables if not before]
-        self._filled = [(table, before) for _, _, table, before in self._tables if before]
+        self._lists = [table for _, _, table, before in self._tables if before]
+        self._listed = [value for _, _, _, before in self._tables for value in before]
 
     def difference(self) -> str | None:
         """The first attribute that is not as it was, or submodule or hook; None if all are."""
@@ -106,10 +121,20 @@ class Attributes:
         """Whether the very same objects are there: quick, for it is asked at every call."""
         return (
             not any(self._empty)
-            and all(_same_values(table, before) for table, before in self._filled)
-            and all(_same_values(found, values) for found, values in self._values)
+            and self._modules_have_the_same()
+            and same_values(self._lists, self._listed)
+            and all(found.get(name, MISSING) is value for found, name, value in self._others)
             and all(_frozen(value) == frozen for value, frozen in self._containers)
         )
+
+    def _modules_have_the_same(self) -> bool:
+        if list(map(len, self._dicts)) != self._lengths:
+            return False
+        try:
+            found = list(chain.from_iterable(map(operator.call, self._getters, self._dicts)))
+        except KeyError:  # one attribute less, and another one
+            return False
+        return all(map(operator.is_, found, self._held))
 
     def changed_table(self) -> str | None:
         """A module whose submodules or hooks are not as they were; None if there is none."""
@@ -130,6 +155,12 @@ class Attributes:
                 for name, now in found.items():
                     if name not in known and is_own(owner, name):
                         yield owner, name, MISSING, now
+
+
+def same_values(tables: Sequence[dict[Any, Any]], values: Sequence[Any]) -> bool:
+    """Whether the values of tables, one after another, are these very objects. No Python runs for each of them."""
+    found = list(chain.from_iterable(map(dict.values, tables)))
+    return len(found) == len(values) and all(map(operator.is_, found, values))
 
 
 def _same_values(table: dict[str, Any], values: list[Any]) -> bool:

@@ -93,6 +93,8 @@ class Shards:
         self._captured, self._mesh = captured, program.mesh
         self._coordinate = program.mesh.coordinate(world().rank)
         self._layouts: dict[int, Layout] = {}
+        self._kinds: list[type] = []
+        self._dtensors: list[int] = []
         for index, (slot, node) in enumerate(program.inputs):
             if slot.kind in STATE_KINDS and is_sharded(node.meta["layout"]):
                 self._layouts[index] = node.meta["layout"]
@@ -119,7 +121,13 @@ class Shards:
                 layout, old = self._layouts[index], inputs[index]
                 inputs[index] = to_dtensor(self._part(old, layout), layout, self._mesh)
                 self._replace(index, leaves, holders, old, inputs[index])
-        return [t.to_local() if isinstance(t, DTensor) else t for t in inputs]
+        kinds = list(map(type, inputs))
+        if kinds != self._kinds:
+            self._kinds, self._dtensors = kinds, [i for i, t in enumerate(inputs) if isinstance(t, DTensor)]
+        local = list(inputs)
+        for index in self._dtensors:
+            local[index] = inputs[index].to_local()
+        return local
 
     def _plain(self, inputs: Sequence[Any]) -> list[int]:
         return [index for index in self._layouts if not isinstance(inputs[index], DTensor)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import tensor_hooks
+from .._torch import hooks_by_place, tensor_hooks
 from ..capture.capture import Captured
 from ..capture.places import GradientPlace, OptimizerStatePlace
 from ..capture.state import frozen_hyperparameters
@@ -164,11 +166,28 @@ class Guards:
         self._wanted = [held.get(name) for name in self._names]
         at = {id(place): i for i, place in enumerate(captured.places)}
         self._owner = [at.get(id(getattr(place, "owner", None))) for place in captured.places]
+        self._quick = _Quick(captured, watch_gradients=gradients)
         # Weak: a whole parameter that has become a shard must not stay for having been looked at.
         self._seen: list[Callable[[], Any]] = [_nothing] * len(self._places)
 
     def bind(self, leaves: list[Any]) -> list[Tensor] | str:
         """The tensor of each slot now, or why the program does not fit."""
+        now = self._quick.take()
+        if self._quick.knows(now) and self._attributes.difference() is None and self._numbers_are_the_same():
+            tensors = self._quick.tensors(now, leaves)
+            return self._other_answer(leaves) or tensors
+        found = self._bound(leaves)
+        if not isinstance(found, str):
+            self._quick.note(now, found)
+        return found
+
+    def _numbers_are_the_same(self) -> bool:
+        return all(frozen_hyperparameters(optimizer) == numbers for optimizer, numbers in self._numbers)
+
+    def _other_answer(self, leaves: list[Any]) -> str | None:
+        return next(filter(None, (question.difference(leaves) for question in self._questions)), None)
+
+    def _bound(self, leaves: list[Any]) -> list[Tensor] | str:
         for module, training in self._modes:
             if module.training is not training:
                 return f"{type(module).__name__} is in {'train' if module.training else 'eval'} mode"
@@ -187,8 +206,7 @@ class Guards:
         tensors = self._tensors(leaves)
         if isinstance(tensors, str):
             return tensors
-        other = next(filter(None, (question.difference(leaves) for question in self._questions)), None)
-        return other or tensors
+        return self._other_answer(leaves) or tensors
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor] | str:
         tensors: list[Any] = [place.read(leaves) for place in self._places]
@@ -226,6 +244,88 @@ class Guards:
             (found,) = laid_out_like([tensor], [like.detach()])
             if found is not tensor:
                 tensor.data = found
+
+
+class _Quick:
+    """Sees that all holds as it did at the last call, in a time that hardly depends on how many parameters there are.
+
+    What modules and optimizers hold is taken as one flat list of objects, and compared with the one of the last call by
+    identity, without a line of Python for each of them.
+
+    Args:
+        captured: The capture.
+        watch_gradients: Whether gradients and hooks of parameters count.
+    """
+
+    def __init__(self, captured: Captured, *, watch_gradients: bool) -> None:
+        state = captured.state
+        self._places, self._watch = captured.places, watch_gradients
+        tables: Any = [t for m in state.submodules() for t in (m._parameters, m._buffers)]
+        self._tables, self._empty = [t for t in tables if t], [t for t in tables if not t]
+        self._optimizers = [optimizer for _, optimizer in state.optimizers]
+        self._seen: list[Callable[[], Any]] | None = None  # weak, as in `Guards`
+        self._take: Callable[[list[Any]], Any] = tuple  # the tensors of slots out of the flat list, 0 for others
+        self._read: list[int] = []  # slots that are read one by one
+        self._parameters: list[int] = []  # where the tensors of modules are in the flat list
+        self._facts: Any = None
+
+    def take(self) -> list[Any]:
+        """All that is held, flat."""
+        found: list[Any] = list(chain.from_iterable(map(_VALUES, self._tables)))
+        for optimizer in self._optimizers:
+            found.extend(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            found.extend(chain.from_iterable(map(dict.values, optimizer.state.values())))
+        return found
+
+    def knows(self, now: list[Any]) -> bool:
+        """Whether these are the objects of the last call, and what is known of them is so still."""
+        seen = self._seen
+        return (
+            seen is not None
+            and not any(self._empty)
+            and len(now) == len(seen)
+            and all(map(operator.is_, now, map(operator.call, seen)))
+            and self._of(now) == self._facts
+        )
+
+    def note(self, now: list[Any], bound: list[Tensor]) -> None:
+        """Remember a call that was looked at closely."""
+        at = {id(value): i for i, value in reversed(list(enumerate(now)))}
+        places = [at.get(id(tensor)) for tensor in bound]
+        self._take = operator.itemgetter(0, *(i or 0 for i in places)) if now else lambda _: [None] * (1 + len(places))
+        self._read = [slot for slot, i in enumerate(places) if i is None]
+        modules = len(list(chain.from_iterable(self._tables)))
+        self._parameters = [i for i, value in enumerate(now[:modules]) if isinstance(value, Tensor)]
+        self._seen = [weakref.ref(v, self._forget) if isinstance(v, Tensor) else _constant(v) for v in now]
+        self._facts = self._of(now)
+
+    def _forget(self, dead: Any) -> None:
+        """A tensor that was seen is gone: None in its place would look the same."""
+        self._seen = None
+
+    def tensors(self, now: list[Any], leaves: list[Any]) -> list[Tensor]:
+        """The tensor of each slot."""
+        bound: list[Any] = list(self._take(now))[1:]
+        for slot in self._read:
+            bound[slot] = self._places[slot].read(leaves)
+        return bound
+
+    def _of(self, now: list[Any]) -> Any:
+        """What of tensors can change while they stay the same objects."""
+        held = [now[i] for i in self._parameters]
+        wants = list(map(_WANTS_GRADIENT, held))
+        if not self._watch:
+            return wants
+        learnt = list(compress(held, wants))
+        return wants, [t.grad is None for t in learnt], hooks_by_place(learnt)
+
+
+_VALUES: Any = dict.values
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -183,10 +183,24 @@ def arguments(name: str) -> Callable[[int], tuple[tuple, dict]]:
     return make_args
 
 
-def verified(name: str, case: str, steps: int = 2) -> ms.Verification:
+def accumulating(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step without its `zero_grad()`: gradients outlive it, and add up over calls."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
+        optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
+        try:
+            return step(model, optimizer, *args)
+        finally:
+            del optimizer.__dict__["zero_grad"]
+
+    return run
+
+
+def verified(name: str, case: str, steps: int = 2, *, accumulate: bool = False) -> ms.Verification:
     """A model under a plan, against the plain step."""
-    found = cases(name)[case]
-    return ms.verify(MODELS[name].step, arguments(name), mesh=found.mesh, plan=found.plan, steps=steps)
+    found, step = cases(name)[case], MODELS[name].step
+    step = accumulating(step) if accumulate else step
+    return ms.verify(step, arguments(name), mesh=found.mesh, plan=found.plan, steps=steps)
 
 
 def lowered(name: str, plan: ms.Plan, mesh: ms.Mesh) -> ms.Lowered:

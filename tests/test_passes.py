@@ -309,6 +309,16 @@ def test_the_users_passes_run_in_the_place_of_the_default_ones():
     verify_program(made, types=True)
 
 
+def test_what_comes_out_of_a_bucket_lies_as_the_user_sees_it():
+    """Also where it has the very shape that it has in the bucket: a row of one."""
+    build = Build(dp=2)
+    partial = [build.input(name, 1, n, dp=PARTIAL) for name, n in (("a", 4), ("b", 6))]
+    made = Bucket()(build.program(*(build.reduce_scatter(x, 1) for x in partial)))
+    assert sum(n.target is torch.ops.meshstep.reduce_scatter.default for n in made.calls) == 1
+    assert [str(node.meta["layout"]) for _, node in made.outputs] == ["S(1)@dp"] * 2
+    verify_program(made, types=True)
+
+
 # ---- the text form, and what passes did
 
 

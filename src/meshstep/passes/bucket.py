@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..ir import collectives
-from ..ir.program import Program, call, part
+from ..ir.program import Program, call, is_part, part, producer
 from ..ir.types import TensorType
 from ..layout import Layout
 from .order import ordered, reorder
@@ -156,11 +156,11 @@ class _Join:
                 sent.meta[key] = self.first.meta[key]
         return sent
 
-    def parts(self, value: fx.Node, sizes: Sequence[int], dim: int, layouts: Sequence[Layout]) -> list[fx.Node]:
+    def parts(self, value: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
         """A value split along `dim`."""
         shape = value.meta["type"].shape
         types = tuple(self.type.with_shape((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes)
-        split = self.emit(aten.split_with_sizes.default, (value, list(sizes), dim), types, tuple(layouts))
+        split = self.emit(aten.split_with_sizes.default, (value, list(sizes), dim), types)
         return [part(self.graph, split, index) for index in range(len(sizes))]
 
     def all_reduced(self) -> list[fx.Node]:
@@ -168,13 +168,19 @@ class _Join:
         sizes = [node.meta["type"].numel for node in self.bucket]
         flat = [self.shaped(node.args[0], (size,)) for node, size in zip(self.bucket, sizes, strict=True)]  # type: ignore[arg-type]
         sent = self.send(collectives.all_reduce, flat, 0, self.first.args[1:])
-        layouts = [n.meta["layout"] if n.meta["type"].ndim == 1 else Layout() for n in self.bucket]
-        values = self.parts(sent, sizes, 0, layouts)
+        values = self.parts(sent, sizes, 0)
         return [self.as_it_was(node, value) for node, value in zip(self.bucket, values, strict=True)]
 
     def as_it_was(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """A value in the shape and layout of the one that it replaces."""
-        return self.shaped(value, node.meta["type"].shape, node.meta["layout"])
+        new = self.shaped(value, node.meta["type"].shape, node.meta["layout"])
+        if new is value:  # of that shape already: then it is the user's tensor itself
+            new.meta["layout"] = node.meta["layout"]
+            if is_part(new):
+                whole, index = producer(new)
+                layouts = whole.meta["layout"]
+                whole.meta["layout"] = (*layouts[:index], node.meta["layout"], *layouts[index + 1 :])
+        return new
 
     def all_gathered(self) -> list[fx.Node]:
         """Flattened and gathered: a row from each rank, whose columns are split among the values."""
@@ -185,7 +191,7 @@ class _Join:
         total = sent.meta["type"].numel
         sent.meta["type"] = self.type.with_shape((total * size,))
         rows = self.shaped(sent, (size, total))
-        values = self.parts(rows, [t.numel for t in local], 1, [Layout()] * len(local))
+        values = self.parts(rows, [t.numel for t in local], 1)
         found = []
         for node, value, type_ in zip(self.bucket, values, local, strict=True):
             # a stored parameter is put together where it is needed: till then the bucket has it
@@ -207,7 +213,7 @@ class _Join:
         sent = self.send(collectives.reduce_scatter, rows, 1, (0, op, axis, size))
         sent.meta["type"] = self.type.with_shape((1, sent.meta["type"].shape[1]))
         sizes = [node.meta["type"].numel for node in self.bucket]
-        values = self.parts(sent, sizes, 1, [Layout()] * len(sizes))
+        values = self.parts(sent, sizes, 1)
         return [self.as_it_was(node, value) for node, value in zip(self.bucket, values, strict=True)]
 
     def row_for_each(self, node: fx.Node, size: int) -> fx.Node:

@@ -351,3 +351,55 @@ def memory_formats(plan: ms.Plan, kind: str) -> float:
         step(*plain, x)
         compiled(model, optimizer, *my_part(mesh, plan, x))
     return worst(whole(state_of(model, optimizer)), state_of(*plain))
+
+
+def scaled_and_scheduled(plan: ms.Plan, kind: str) -> dict[str, Any]:
+    """A scaler and a schedule in the step, an average of the weights, a step that overflows on rank 1 only."""
+
+    def step(model: nn.Module, average: Any, optimizer: Any, schedule: Any, scaler: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        schedule.step()
+        return loss
+
+    torch.manual_seed(5)
+    mesh = ms.Mesh(dp=dist.get_world_size())
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    named = {"adafactor": torch.optim.Adafactor, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam}
+    optimizer = named[kind](model.parameters(), lr=0.01)  # type: ignore[operator]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=9) if kind == "adamw" else None
+    schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    ours: Any = (model, average, optimizer, schedule, scaler)
+    plain = copy.deepcopy(ours)
+    compiled = ms.compile(backend="eager", plan=plan, mesh=mesh)(step)
+    scales = []
+    for i in range(6):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        if i == 3:
+            x[-1, 0] = float("inf")  # of the last rank
+        step(*plain, x)
+        compiled(*ours, *my_part(mesh, plan, x))
+        rates = (optimizer.param_groups[0]["lr"], plain[2].param_groups[0]["lr"])
+        scales.append((scaler.get_scale(), plain[4].get_scale(), *rates))
+    with tempfile.TemporaryDirectory() as folder:
+        folders: list[Any] = [folder]
+        dist.broadcast_object_list(folders)
+        ms.checkpoint.save(folders[0] + "/a", {"model": model, "scaler": scaler, "schedule": schedule})
+        scaler.update(7.0)
+        ms.checkpoint.load(folders[0] + "/a", {"model": model, "scaler": scaler, "schedule": schedule})
+        dist.barrier()
+    return {
+        "state": worst(whole(state_of(model, optimizer)), state_of(plain[0], plain[2])),
+        "average": worst(whole(average.state_dict()), plain[1].state_dict()),
+        "scales": all(a == b and c == d for a, b, c, d in scales) and len({a for a, *_ in scales}) > 1,
+        "loaded": scaler.get_scale() == scales[-1][0],
+        "misses": compiled.cache_info().reasons,
+    }

@@ -145,3 +145,13 @@ def test_torch_saves_and_loads_the_shards(pools):
 def test_channels_last_and_gradients_that_stay(pools, plan, kind):
     for found in pools(2).run(jobs.memory_formats, plan, kind):
         assert found < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "nadam"])
+@pytest.mark.parametrize("plan", [P.data_parallel(), P.zero(2), P.fsdp()], ids=lambda p: p.axes[0].kind)
+def test_scalers_schedules_and_averages_on_real_ranks(pools, plan, kind):
+    for found in pools(2).run(jobs.scaled_and_scheduled, plan, kind):
+        assert found["state"] < 1e-7  # of scales in float32
+        assert found["average"] < 1e-7
+        assert found["scales"] and found["loaded"], found
+        assert len(found["misses"]) <= 3, found

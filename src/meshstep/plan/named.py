@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
 from ..layout import shard
-from .plan import AxisPlan, Choice, Plan
+from .plan import AxisPlan, Choice, Plan, load
 
 Parameters = Mapping[str, int | Placement]
 Styles = Mapping[str, "str | Placement | ParallelStyle | Mapping[str, Placement]"]
@@ -162,4 +162,4 @@ def expert_parallel(experts: str | tuple[str, ...], axis: str = "ep", *, splits_
     return Plan((AxisPlan(axis, "expert_parallel", batch_dim=batch_dim, patterns=patterns, in_place=True),))
 
 
-__all__ = ["context_parallel", "data_parallel", "expert_parallel", "fsdp", "tensor_parallel", "zero"]
+__all__ = ["context_parallel", "data_parallel", "expert_parallel", "fsdp", "load", "tensor_parallel", "zero"]

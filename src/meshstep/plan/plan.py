@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
 from ..layout import placement_text, shard_dim
 from ..mesh import Mesh
+from . import files
 
+_WRITTEN_APART = ("patterns", "state", "whole", "values")
 Choice = str | int | Placement  # a style ("colwise"), a ZeRO stage, or the placement itself
 
 
@@ -45,6 +49,29 @@ class AxisPlan:
     state: tuple[tuple[str, Placement], ...] = ()
     whole: tuple[str, ...] = ()
     values: tuple[tuple[str, tuple[Placement | None, ...]], ...] = field(default=(), repr=False)
+
+    def data(self) -> dict[str, Any]:
+        """What a file has of it: all but the placements of computed values, which follow from the rest."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WRITTEN_APART}
+        return plain | {
+            "patterns": {pattern: files.written(choice) for pattern, choice in self.patterns},
+            "state": {name: placement_text(placement) for name, placement in self.state},
+            "whole": list(self.whole),
+        }
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> AxisPlan:
+        """The plan that a file has.
+
+        Raises:
+            ValueError: It is none.
+        """
+        return cls(
+            **files.scalars(data, {f.name for f in fields(cls)} - {"values"}),
+            patterns=tuple((str(pattern), files.choice(choice)) for pattern, choice in data["patterns"].items()),
+            state=tuple((str(name), files.placement(text, str(name))) for name, text in data["state"].items()),
+            whole=tuple(map(str, data["whole"])),
+        )
 
     def __str__(self) -> str:
         """One line for what is said of names, of state that is sharded, and of state that cannot be."""
@@ -98,6 +125,27 @@ class Plan:
         """The plans of the axes, one after another."""
         return "\n".join(map(str, self))
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, for `plans.load`.
+
+        A plan of `lower(...)` has the placement of all state, which is then not decided again.
+
+        Args:
+            path: The file; replaced if it is there, and complete or not there.
+        """
+        files.write(path, [axis.data() for axis in self])
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """What another plan decides otherwise, a line each: `dp: parameter fc1.weight: S(0) -> R`."""
+        lines: list[str] = []
+        for axis in dict.fromkeys(p.axis for plan in (self, other) for p in plan):
+            ours, theirs = (next((p.data() for p in plan if p.axis == axis), None) for plan in (self, other))
+            if ours is None or theirs is None:
+                lines.append(f"{axis}: {'only in the other plan' if ours is None else 'not in the other plan'}")
+            else:
+                lines += [f"{axis}: {line}" for line in files.differing(ours, theirs)]
+        return tuple(lines)
+
     def check(self, mesh: Mesh) -> None:
         """See that plan and mesh speak of the same axes.
 
@@ -123,3 +171,14 @@ class Plan:
     def batch_dims(self) -> dict[str, int]:
         """The dim of arguments that is split along each axis along which every rank has a part of its own."""
         return {plan.axis: plan.batch_dim for plan in self if plan.batch_dim is not None}
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `Plan.save` has written; nothing of the file is executed.
+
+    Raises:
+        PlanError: There is no such file, or it is no plan; says what is wrong in it.
+    """
+    axes = files.read(path)
+    with files.reading(path):
+        return Plan(tuple(map(AxisPlan.of, axes)))

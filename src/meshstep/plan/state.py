@@ -48,6 +48,7 @@ def named_placements(program: Program, plan: Plan) -> Named:
     styles, found = Styles(program), dict[str, dict[str, Placement]]()
     for axis in plan:
         _check_patterns(program, axis)
+        _check_decided(program, axis)
         size, named, decided = program.mesh[axis.axis], dict[str, Placement](), dict(axis.state)
         for slot, node in program.inputs:
             if axis.in_place and slot.kind is SlotKind.PARAMETER and str(slot) in decided:
@@ -165,6 +166,24 @@ def _fitting(placement: Placement, type_: TensorType, slot: Slot, plan: AxisPlan
             hint="a dim that divides evenly, or leave it out of the plan: it stays whole",
         )
     return placement
+
+
+def _check_decided(program: Program, plan: AxisPlan) -> None:
+    """See that what was decided is about parameters that there are.
+
+    Raises:
+        PlanError: It is about others; says the nearest name.
+    """
+    known = [str(slot) for slot in program.slots if slot.kind is SlotKind.PARAMETER]
+    kind = f"{SlotKind.PARAMETER.value} "
+    strange = [name for name, _ in plan.state if name.startswith(kind) and name not in set(known)]
+    if strange:
+        near = difflib.get_close_matches(strange[0], known, 1)
+        raise PlanError(
+            f"the plan places {strange[0]}, which the program lacks",
+            at=f"{plan.kind} on axis {plan.axis!r}, and {len(strange) - 1} more",
+            hint=repr(near[0]) if near else "a plan of this step: step.lower(...).plan",
+        )
 
 
 def _likeness(a: str, b: str) -> float:

@@ -63,6 +63,12 @@ def has_group() -> bool:
     return dist.is_initialized()
 
 
+def has_backends() -> dict[str, bool]:
+    """Which backends of process groups this build of torch has."""
+    there = dist.is_available()
+    return {"gloo": there and dist.is_gloo_available(), "nccl": there and dist.is_nccl_available()}
+
+
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,0 +1,261 @@
+"""The command `meshstep`: look at a step, prove it, compare plans, start ranks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .api import simulate, verify
+from .errors import InputError, MeshstepError
+from .ir.types import bytes_text
+from .lowered import Lowered
+from .mesh import Mesh
+from .plan import named
+from .plan.plan import Plan, load
+from .runtime.world import has_backends
+
+FAILED, MISUSED = 1, 2  # exit codes: what was asked is not so; it could not be asked
+PLANS: dict[str, Callable[[str], Plan]] = {
+    "data_parallel": named.data_parallel,
+    "zero1": lambda axis: named.zero(1, axis),
+    "zero2": lambda axis: named.zero(2, axis),
+    "zero3": lambda axis: named.zero(3, axis),
+    "fsdp": named.fsdp,
+    "context_parallel": named.context_parallel,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code: 0 if all is well, 1 if what was asked is not so, 2 if it could not be asked."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except MeshstepError as error:
+        print(f"meshstep {given.command}: {error}", file=sys.stderr)
+        return MISUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshstep", description="One train step, any mesh of devices.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    run = command("run", _run, "run a script on several ranks of this machine, by torchrun")
+    run.add_argument("-n", "--ranks", type=int, required=True, help="number of processes")
+    run.add_argument("script", help="a Python file")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+
+    plan = command("plan", _plan, "what each rank would hold and send, without running anything")
+    _add_step(plan)
+    plan.add_argument("--save", metavar="FILE", help="write the plan with the placement of all state")
+
+    check = command("verify", _verify, "prove in float64 that a mesh computes what one device computes")
+    _add_step(check)
+    check.add_argument("--steps", type=int, default=5, help="number of steps (5)")
+
+    diff = command("diff", _diff, "what two plan files decide otherwise")
+    diff.add_argument("ours", metavar="A.json")
+    diff.add_argument("theirs", metavar="B.json")
+    doctor = command("doctor", _doctor, "what this machine has, and what is missing")
+    for made in (plan, check, diff, doctor):
+        made.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", help="the plain step: train.py:train_step")
+    parser.add_argument(
+        "--args",
+        required=True,
+        metavar="FILE:FUNCTION",
+        help="gives (args, kwargs), or args, of a call with the global batch; of step i if it takes i",
+    )
+    parser.add_argument("--mesh", required=True, help="axes and numbers of ranks: dp=8,tp=4")
+    parser.add_argument(
+        "--plan",
+        default="data_parallel",
+        help=f"a file, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the mesh if left out",
+    )
+
+
+# ---- commands
+
+
+def _run(given: argparse.Namespace) -> int:
+    if not Path(given.script).is_file():
+        raise InputError(f"no file {given.script}", at="meshstep run", hint="meshstep run -n 2 train.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # ranks that share cores must not fight for them
+    done = subprocess.run([sys.executable, *launcher, given.script, *given.arguments], env=environment, check=False)
+    if done.returncode:
+        print(f"meshstep run: a rank failed (exit code {done.returncode}); its error is above", file=sys.stderr)
+    return FAILED if done.returncode else 0
+
+
+def _plan(given: argparse.Namespace) -> int:
+    lowered = _lowered(given)
+    if given.save:
+        lowered.plan.save(given.save)
+    facts = _facts(lowered)
+    print(json.dumps(facts, indent=1) if given.json else _text(facts, lowered))
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    step, mesh = _object(given.step), _mesh(given.mesh)
+    make = _object(given.args)
+    takes = bool(inspect.signature(make).parameters)
+    found = verify(
+        step,
+        lambda i: _call(make(i) if takes else make()),
+        mesh=mesh,
+        plan=_named(given.plan, mesh),
+        steps=given.steps,
+    )
+    if given.json:
+        facts = {"ok": found.ok, "max_error": found.max_error, "first_divergence": found.first_divergence}
+        print(json.dumps(facts | {"steps": found.steps, "values": dict(found.values)}, indent=1))
+    else:
+        print(found)
+    return 0 if found.ok else FAILED
+
+
+def _diff(given: argparse.Namespace) -> int:
+    lines = load(given.ours).diff(load(given.theirs))
+    print(json.dumps(lines, indent=1) if given.json else "\n".join(lines) or "the same")
+    return FAILED if lines else 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "gpus": torch.cuda.device_count(),
+        **has_backends(),
+        "compiler for inductor": compiler or "none: use backend='eager' on CPU",
+    }
+    good = bool(facts["gloo"] or facts["nccl"])
+    print(
+        json.dumps(facts, indent=1) if given.json else "\n".join(f"{key:<22} {value}" for key, value in facts.items())
+    )
+    return 0 if good else FAILED
+
+
+# ---- what is looked at
+
+
+def _lowered(given: argparse.Namespace) -> Lowered:
+    function, make, mesh = _object(given.step), _object(given.args), _mesh(given.mesh)
+    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh))
+    args, kwargs = _call(make(0) if inspect.signature(make).parameters else make())
+    return step.lower(*args, **kwargs)
+
+
+def _facts(lowered: Lowered) -> dict[str, Any]:
+    sent = Counter[tuple[str, str]]()
+    counts = Counter[tuple[str, str]]()
+    for record in lowered.communication:
+        sent[record.axis, record.kind] += record.bytes
+        counts[record.axis, record.kind] += 1
+    return {
+        "mesh": str(lowered.program.mesh),
+        "calls": len(lowered.local_program.calls),
+        "memory": asdict(lowered.memory),
+        "communication": [
+            {"axis": axis, "kind": kind, "count": counts[axis, kind], "bytes": sent[axis, kind]} for axis, kind in sent
+        ],
+        "computed whole": [f"{op} ({count})" for op, count in lowered.fallbacks],
+    }
+
+
+def _text(facts: dict[str, Any], lowered: Lowered) -> str:
+    lines = [f"{facts['mesh']}, {facts['calls']} calls a rank", str(lowered.memory), "", "sent by each rank in a step:"]
+    rows = [(row["axis"], row["kind"], str(row["count"]), bytes_text(row["bytes"])) for row in facts["communication"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines += [] if rows else ["  nothing"]
+    if facts["computed whole"]:
+        lines += ["", f"without a rule, computed whole on every rank: {', '.join(facts['computed whole'])}"]
+    return "\n".join([*lines, "", str(lowered.plan)])
+
+
+# ---- what the words of the command line mean
+
+
+def _object(text: str) -> Any:
+    """`train.py:train_step`."""
+    path, _, name = text.partition(":")
+    file = Path(path)
+    if not name or not file.is_file():
+        raise InputError(
+            f"no file {path!r}" if name else f"no function named in {text!r}", at=text, hint="FILE.py:FUNCTION"
+        )
+    known = f"meshstep_cli_{file.resolve().stem}_{abs(hash(file.resolve()))}"
+    module = sys.modules.get(known)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(known, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[known] = module
+        sys.path.insert(0, str(file.resolve().parent))  # as Python does for a script
+        spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise InputError(f"{path} has no function {name!r}", at=text, hint="a function at the top of the file")
+    return getattr(found, "__wrapped__", found)  # of a compiled step, the plain one
+
+
+def _call(found: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and isinstance(found[1], dict):
+        return found
+    if isinstance(found, (tuple, list)):
+        return tuple(found), {}
+    raise InputError(
+        f"--args gave a {type(found).__name__}", at="--args", hint="return (model, optimizer, x, y), or (args, kwargs)"
+    )
+
+
+def _mesh(text: str) -> Mesh:
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis.strip().isidentifier() or not size.strip().isdigit():
+            raise InputError(f"{part!r} is no axis", at=f"--mesh {text}", hint="--mesh dp=8,tp=4")
+        sizes[axis.strip()] = int(size)
+    return Mesh(**sizes)
+
+
+def _named(text: str, mesh: Mesh) -> Plan:
+    if text.endswith(".json") or Path(text).is_file():
+        return load(text)
+    found: Plan | None = None
+    for part in text.split("+"):
+        name, _, axis = part.strip().partition(":")
+        if name not in PLANS:
+            raise InputError(f"no plan {name!r}", at=f"--plan {text}", hint=f"a file, or {', '.join(PLANS)}")
+        made = PLANS[name](axis or mesh.axes[0])
+        found = made if found is None else found + made
+    assert found is not None
+    return found

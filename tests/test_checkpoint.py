@@ -141,9 +141,19 @@ def checkpoint(tmp_path):
     return tmp_path / "a"
 
 
+def held(objects):
+    """Every entry of optimizers by identity, the values of parameters, and the state of the generator."""
+    optimizers = [o for o in objects.values() if isinstance(o, torch.optim.Optimizer)]
+    entries = [[(id(p), [(k, id(v)) for k, v in e.items()]) for p, e in o.state.items()] for o in optimizers]
+    values = [p.sum().item() for m in objects.values() if isinstance(m, nn.Module) for p in m.parameters()]
+    return entries, values, torch.get_rng_state().tolist()
+
+
 def error_of(path, objects):
+    before = held(objects)
     with pytest.raises(ms.CheckpointError) as caught:
         ms.checkpoint.load(path, objects)
+    assert held(objects) == before  # a checkpoint that does not fit changes nothing
     return str(caught.value).replace(str(path.parent), "DIR")
 
 
@@ -189,6 +199,11 @@ def test_more_than_is_wanted_is_named(checkpoint):
     assert error_of(checkpoint, {**objects, "optimizer": torch.optim.SGD(model.parameters())}).startswith(
         "the checkpoint has optimizer/"
     )
+
+
+def test_a_python_value_that_was_not_saved_is_named_before_anything_is_read(checkpoint):
+    objects = jobs.Run("plain").objects()
+    assert error_of(checkpoint, {**objects, "epoch": 3}).startswith("the checkpoint has no epoch")
 
 
 def test_a_step_that_was_not_called_knows_no_modules(tmp_path):

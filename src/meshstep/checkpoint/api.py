@@ -9,7 +9,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +24,18 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from ..runtime.world import exchange, world
 from . import files
-from .state import Flat, as_read, as_saved, check_fit, fill, flatten, restore_python, targets
+from .state import (
+    Flat,
+    as_read,
+    as_saved,
+    check_fit,
+    check_python,
+    fill,
+    flatten,
+    kept_if_it_fails,
+    restore_python,
+    targets,
+)
 
 WAIT_S = 600.0  # for the slowest rank to write or read its part
 _RANDOM = "random state"
@@ -157,8 +168,9 @@ def load(path: str | os.PathLike[str], step_or_dict: Any, *, check: bool = True)
         manifest = files.read_manifest(directory)
         if check:
             said.fault = files.check(directory, _my_files(manifest["files"]))
-    with _together("fit", token):
+    with ExitStack() as kept, _together("fit", token):  # a rank that fails ends it on all: what was made goes again
         objects, reader = _objects(step_or_dict), FileSystemReader(directory)
+        kept.enter_context(kept_if_it_fails(objects))
         shapes = {
             name: (found.size, found.properties.dtype)
             for name, found in reader.read_metadata().state_dict_metadata.items()
@@ -167,6 +179,7 @@ def load(path: str | os.PathLike[str], step_or_dict: Any, *, check: bool = True)
         python = torch.load(directory / files.PYTHON, weights_only=True)
         wanted = targets(objects, shapes)
         check_fit(wanted, shapes)
+        check_python(objects, python)
     read_into = {name: as_read(tensor) for name, tensor in wanted.items()}
     with _quiet():
         state_dict_loader.load(dict(read_into), storage_reader=reader)

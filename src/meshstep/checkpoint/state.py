@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,23 +77,62 @@ def _flatten_optimizer(flat: Flat, name: str, optimizer: Optimizer, names: Mappi
     flat.python[name] = {"groups": groups, "state": plain}
 
 
-def restore_python(objects: Mapping[str, Any], python: Mapping[str, Any]) -> dict[str, Any]:
-    """Give objects back what was no tensor.
-
-    Returns:
-        Python values by name: they cannot be changed where they are.
+def check_python(objects: Mapping[str, Any], python: Mapping[str, Any]) -> None:
+    """See that a checkpoint has what `restore_python` wants.
 
     Raises:
         CheckpointError: Something is missing.
     """
-    values, names = {}, parameter_names(objects)
+    names = parameter_names(objects)
     for name, found in objects.items():
         if isinstance(found, (nn.Module, Tensor)):
             continue
         if name not in python:
             raise _unknown(name, python)
         if isinstance(found, Optimizer):
-            _restore_groups(found, python[name], names, name)
+            saved = [member for group in python[name]["groups"] for member in group["params"]]
+            for member in _members(found, names):
+                if member not in saved:
+                    raise _unknown(f"{name}/{member}", [f"{name}/{m}" for m in saved])
+
+
+def _members(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    return [
+        names.get(id(p), f"group{index}.{i}")
+        for index, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    ]
+
+
+@contextlib.contextmanager
+def kept_if_it_fails(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Optimizers have the entries that they had, if what is inside fails."""
+    optimizers = [found for found in objects.values() if isinstance(found, Optimizer)]
+    before = [{parameter: dict(entries) for parameter, entries in o.state.items()} for o in optimizers]
+    try:
+        yield
+    except BaseException:
+        for optimizer, held in zip(optimizers, before, strict=True):
+            for parameter in [p for p in optimizer.state if p not in held]:
+                del optimizer.state[parameter]
+            for parameter, entries in held.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(entries)
+        raise
+
+
+def restore_python(objects: Mapping[str, Any], python: Mapping[str, Any]) -> dict[str, Any]:
+    """Give objects back what was no tensor, once `check_python` has seen that it is there.
+
+    Returns:
+        Python values by name: they cannot be changed where they are.
+    """
+    values, names = {}, parameter_names(objects)
+    for name, found in objects.items():
+        if isinstance(found, (nn.Module, Tensor)):
+            continue
+        if isinstance(found, Optimizer):
+            _restore_groups(found, python[name], names)
         elif hasattr(found, "load_state_dict"):
             found.load_state_dict(python[name])
         else:
@@ -100,13 +140,11 @@ def restore_python(objects: Mapping[str, Any], python: Mapping[str, Any]) -> dic
     return values
 
 
-def _restore_groups(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], name: str) -> None:
+def _restore_groups(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
     of = {member: group for group in saved["groups"] for member in group["params"]}
     for index, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             member = names.get(id(parameter), f"group{index}.{i}")
-            if member not in of:
-                raise _unknown(f"{name}/{member}", [f"{name}/{m}" for m in of])
             if i == 0:
                 group.update({key: value for key, value in of[member].items() if key != "params"})
             for key, value in saved["state"].items():

@@ -9,6 +9,7 @@ import pytest
 import spmd_jobs as jobs
 import torch
 import torch.nn.functional as F
+import zoo
 from models import Gpt, Mlp, built, rows
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -209,6 +210,32 @@ def test_a_second_backward_is_refused_as_in_torch() -> None:
 def test_wrong_use_is_refused(make: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
+
+
+class Untrained:
+    """In the place of an optimizer, for the gradients."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "resnet", "whisper"])
+def test_models_of_transformers_have_the_gradients_of_the_plain_module(name: str) -> None:
+    entry = zoo.ZOO[name]
+    torch.manual_seed(0)
+    plain = entry.build(0.0).double().train()
+    model = copy.deepcopy(plain)
+    spmd = ms.SPMD(model, ALONE)
+    generator = torch.Generator().manual_seed(1)
+    x, y = (t.double() if t.is_floating_point() else t for t in (entry.x(generator), entry.y(generator)))
+    losses = [entry.step(m, Untrained(), x, y) for m in (plain, spmd)]  # type: ignore[arg-type]
+    torch.testing.assert_close(losses[1], losses[0])
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-12 * max(1.0, float(p.grad.abs().max())))
 
 
 # ---- aot_function

@@ -361,7 +361,8 @@ _EXCHANGES: Mapping[Any, Callable[..., Tensor]] = {
 
 def kinds(module: fx.GraphModule) -> list[str]:
     """Names of the ops of a lowered graph, in order."""
-    return [node.target._schema.name.split("::")[-1] for node in module.graph.nodes if _is_op(node)]
+    ops = [node.target for node in module.graph.nodes if _is_op(node)]
+    return [op._schema.name.split("::")[-1] if hasattr(op, "_schema") else op.__name__ for op in ops]
 
 
 def _is_op(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import pytest
 import meshstep
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-MODULES = [m.name for m in pkgutil.walk_packages(meshstep.__path__, "meshstep.")]
+MODULES = [m.name for m in pkgutil.walk_packages(meshstep.__path__, "meshstep.") if not m.name.endswith("__main__")]
 
 
 @pytest.mark.parametrize("name", MODULES)

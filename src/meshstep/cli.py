@@ -121,12 +121,10 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    step, mesh = _object(given.step), _mesh(given.mesh)
-    make = _object(given.args)
-    takes = bool(inspect.signature(make).parameters)
+    step, make, mesh = _object(given.step), _arguments(given.args), _mesh(given.mesh)
     found = verify(
         step,
-        lambda i: _call(make(i) if takes else make()),
+        make,
         mesh=mesh,
         plan=_named(given.plan, mesh),
         steps=given.steps,
@@ -166,9 +164,9 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _lowered(given: argparse.Namespace) -> Lowered:
-    function, make, mesh = _object(given.step), _object(given.args), _mesh(given.mesh)
+    function, make, mesh = _object(given.step), _arguments(given.args), _mesh(given.mesh)
     step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh))
-    args, kwargs = _call(make(0) if inspect.signature(make).parameters else make())
+    args, kwargs = make(0)
     return step.lower(*args, **kwargs)
 
 
@@ -225,6 +223,13 @@ def _object(text: str) -> Any:
     if not callable(found):
         raise InputError(f"{path} has no function {name!r}", at=text, hint="a function at the top of the file")
     return getattr(found, "__wrapped__", found)  # of a compiled step, the plain one
+
+
+def _arguments(text: str) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Gives the arguments of step i."""
+    make = _object(text)
+    takes_step = bool(inspect.signature(make).parameters)
+    return lambda i: _call(make(i) if takes_step else make())
 
 
 def _call(found: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -77,6 +77,12 @@ def to_dtensor(local: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     return DTensor.from_local(local, devices, placements_of(layout, mesh), run_check=False, shape=shape, stride=stride)
 
 
+def part_of(whole: Tensor, layout: Layout, mesh: Mesh, place: Mapping[str, int]) -> Tensor:
+    """The part of the rank at a place of the mesh, in memory of its own."""
+    splits = ((placement, mesh[axis], place[axis]) for axis, placement in layout.placements)
+    return own_part(whole.detach(), splits).clone(memory_format=torch.contiguous_format)
+
+
 class Shards:
     """The tensors of a program's slots on this rank: parts of what is whole, the local tensors of DTensors.
 
@@ -133,9 +139,7 @@ class Shards:
         return [index for index in self._layouts if not isinstance(inputs[index], DTensor)]
 
     def _part(self, whole: Tensor, layout: Layout) -> Tensor:
-        """This rank's part in memory of its own."""
-        splits = ((p, self._mesh[axis], self._coordinate[axis]) for axis, p in layout.placements)
-        return own_part(whole.detach(), splits).clone(memory_format=torch.contiguous_format)
+        return part_of(whole, layout, self._mesh, self._coordinate)
 
     def _replace(self, index: int, leaves: list[Any], holders: Holders, old: Tensor, new: DTensor) -> None:
         place = self._captured.places[index]

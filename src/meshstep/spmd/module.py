@@ -26,7 +26,7 @@ from ..capture.capture import Captured
 from ..capture.tree import Spec, flatten, paths
 from ..errors import InputError, PlanError
 from ..ir.program import Program
-from ..layout import Layout, own_part
+from ..layout import Layout
 from ..passes import DEFAULT, EAGER, Pipeline, lower
 from ..passes.split import Split, split
 from ..phases import local_program
@@ -35,7 +35,7 @@ from ..runtime.agreement import agree_on_call, agree_on_program
 from ..runtime.backends import Backend, check_backend
 from ..runtime.cache import Cache, CacheInfo
 from ..runtime.seed import Seed
-from ..runtime.sharded import Holders, is_sharded, like, own_layouts, to_dtensor
+from ..runtime.sharded import Holders, is_sharded, like, own_layouts, part_of, to_dtensor
 from ..runtime.signature import Guards, Signature
 from ..runtime.synchronise import broadcast_from_first
 from ..runtime.world import axis_groups, check_mesh, has_group, init, world
@@ -155,6 +155,7 @@ class _Distributed(nn.Module):
         super().__init__()
         self.__dict__["graph"] = graph
         self.__dict__["_module"] = graph.orig_module
+        self._signature = inspect.signature(graph.orig_module.forward)
         self._schemas, self._backend = Schemas.of(graph.orig_module, schema, input_schemas), backend
         self._mesh = self._schemas.mesh
         self._topic = f"SPMD/{type(graph.orig_module).__name__}/{next(self._made)}"
@@ -177,7 +178,7 @@ class _Distributed(nn.Module):
         """The programs for a call, its leaves and the tensors of the programs' slots."""
         self._seed.begin()
         try:
-            bound = inspect.signature(self._module.forward).bind(*args, **kwargs)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise InputError(
                 str(error), at=f"{type(self._module).__name__}.forward", hint="call it like the module"
@@ -202,9 +203,7 @@ class _Distributed(nn.Module):
         for name, old in list(self._module.named_parameters()):
             layout = self._schemas.layout(name, old.shape)
             if is_sharded(layout) and not isinstance(old, DTensor):
-                splits = ((p, mesh[axis], place[axis]) for axis, p in layout.placements)
-                local = own_part(old.detach(), splits).clone(memory_format=torch.contiguous_format)
-                holders.replace(old, like(old, to_dtensor(local, layout, mesh)))
+                holders.replace(old, like(old, to_dtensor(part_of(old, layout, mesh, place), layout, mesh)))
 
     def _compile(self, spec: Spec, names: list[str], leaves: list[Any], reason: str) -> tuple[Pair, Guards]:
         topic = f"{self._topic}/{self.cache_info().misses}"

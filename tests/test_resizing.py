@@ -102,6 +102,16 @@ def test_python_that_looks_at_the_size_is_right_for_every_size() -> None:
     assert info.misses == 3, info  # 8, 16 and 24 rows do not do the same
 
 
+def test_a_number_that_changes_at_a_size_is_seen() -> None:
+    """The graph is the same for all sizes: only a number in it is another one."""
+
+    def looks(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        return step(model, optimizer, x * (2.0 if x.shape[0] > 10 else 3.0), y)
+
+    info, _ = check("mlp", (8, 2, 4, 12), looks)
+    assert info.misses == 3 and info.resized == 1, info
+
+
 def test_numbers_that_follow_no_formula_are_compiled_in_for_each_size() -> None:
     def odd(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         return step(model, optimizer, x * x.shape[0] ** 0.5, y)

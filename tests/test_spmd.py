@@ -155,6 +155,28 @@ def test_buffers_modes_and_checkpoints_follow() -> None:
     assert set(spmd.state_dict()) == {f"module.{name}" for name in model.state_dict()}
 
 
+def test_the_backward_sees_buffers_as_its_forward_did() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x) * self.scale
+            self.scale = self.scale * 2
+            return y
+
+    plain = built(Doubling)
+    model = copy.deepcopy(plain)
+    spmd = ms.SPMD(model, ALONE)
+    for i in range(3):
+        for m in (plain, spmd):
+            m(rows(i)).sum().backward()
+    torch.testing.assert_close(model.fc.weight.grad, plain.fc.weight.grad)
+    torch.testing.assert_close(model.scale, plain.scale)
+
+
 def test_dropout_of_the_backward_is_that_of_its_forward() -> None:
     spmd = ms.SPMD(nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)), ALONE).double()
     x, other = rows().requires_grad_(), rows().requires_grad_()

@@ -22,7 +22,7 @@ FLOORS = {
     "report": 5, "runtime": 5, "checkpoint": 5,
     "partition": 4, "passes": 4,
     "plan": 3,
-    "rules": 2, "capture": 2, "override": 2, "opaque": 2, "contract": 2,
+    "rules": 2, "capture": 2, "override": 2, "batch_norm": 2, "opaque": 2, "contract": 2,
     "ir": 1,
     "errors": 0, "mesh": 0, "layout": 0, "schema": 0, "_torch": 0,
 }  # fmt: skip

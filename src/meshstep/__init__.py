@@ -3,6 +3,7 @@
 from . import _torch, checkpoint, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
 from .arguments import dynamic
+from .batch_norm import LocalBatchNorm
 from .contract import contract, get_registry
 from .errors import (
     CaptureError,
@@ -45,6 +46,7 @@ __all__ = [
     "InputError",
     "Layout",
     "LayoutError",
+    "LocalBatchNorm",
     "Lowered",
     "Mesh",
     "MeshstepError",

@@ -58,10 +58,15 @@ class Options:
     module_override: Overrides | None = None
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
 
+    @property
+    def edits(self) -> bool:
+        """Whether the user edits graphs: then each program is made on its own."""
+        return self.gm_transformation is not None or any(o.edits for o in overrides_of(self.module_override))
+
     def pipeline(self, mesh: Mesh) -> Pipeline:
         """What runs over a local program: the overrides' edits, the passes, the user's transformation."""
         passes = self.passes or (EAGER if self.backend == "eager" else DEFAULT)
-        edits = [_edit(override, mesh) for override in overrides_of(self.module_override)]
+        edits = [_edit(override, mesh) for override in overrides_of(self.module_override) if override.edits]
         last = self.gm_transformation
         own = [] if last is None else [Transform(lambda gm, schemas: last(gm), f"gm_transformation {name_of(last)}")]
         return replace(passes, passes=(*edits, *passes, *own)) if edits or own else passes
@@ -219,8 +224,9 @@ class Step(ABC):
         if found is not None:
             return captured, found, True
         local, _ = self._partitioned(call, captured, layouts, mesh)
-        edited = self._options.module_override is not None or self._options.gm_transformation is not None
-        if not captured.creates_state and not edited:  # it runs more than once; edits are made once a program
+        if (
+            not captured.creates_state and not self._options.edits
+        ):  # it runs more than once; edits are made once a program
             new = Compiled(signature, tuple(layouts), captured.program, local)
             dims = dynamic_dims(call, self._options.inputs)
             self._resizing.learn(call, new, dims, lambda other: self._compiled(other, mesh))

@@ -36,6 +36,8 @@ class Opaque(Override):
             Otherwise every rank computes it whole.
     """
 
+    edits = True  # each trace defines an op of its own
+
     def __init__(self, like: Callable[..., Tensor | tuple[Tensor, ...]], placements: Placements = ()) -> None:
         """Keep what is declared."""
         self.like, self.placements = like, [(tuple(given), tuple(found)) for given, found in placements]

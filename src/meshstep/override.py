@@ -47,6 +47,13 @@ class Override(ABC):
         """
         return gm
 
+    edits = False  # whether programs are the override's own; else one can serve several sizes of a batch
+
+    def __init_subclass__(cls) -> None:
+        """Note whether there is a `transform`."""
+        super().__init_subclass__()
+        cls.edits = cls.edits or cls.transform is not Override.transform
+
 
 Overrides = Mapping[type[nn.Module] | str, Override | Replacement] | Sequence[Override | Replacement]
 

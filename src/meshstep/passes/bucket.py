@@ -91,11 +91,21 @@ def _size(node: fx.Node) -> int:
 
 
 def _depths(program: Program, kind: Hashable) -> dict[fx.Node, int]:
-    """How many collectives of a kind lie on the way to each value: two of equal depth cannot depend on each other."""
+    """How many collectives of a kind lie on the way to each value: two of equal depth cannot depend on each other.
+
+    Those that no other one waits for count as the deepest: nothing is held up by what rides along with the last.
+    """
     depths: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         below = max((depths[n] for n in node.all_input_nodes), default=0)
         depths[node] = below + (node.target in _FORMS and _kind(node) == kind)
+    deepest, awaited = max(depths.values(), default=0), set[fx.Node]()
+    for node in reversed(program.graph.nodes):
+        is_one = node.target in _FORMS and _kind(node) == kind
+        if is_one and node not in awaited:
+            depths[node] = deepest
+        if is_one or node in awaited:
+            awaited.update(node.all_input_nodes)
     return depths
 
 

@@ -37,7 +37,7 @@ class LocalBatchNorm(Override):
             raise InputError(f"{groups} groups of rows", at="LocalBatchNorm(groups=...)", hint="the number of ranks")
         self.groups = groups
 
-    def replacement(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+    def replacement(self, module: nn.Module) -> nn.Module:
         """The stand-in, with the parameters and running statistics of the module.
 
         Raises:

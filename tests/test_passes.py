@@ -10,13 +10,25 @@ import torch
 from golden_step import lowered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Build, check_pass, check_text
+from support import Build, check_equal, check_pass, check_text, draw, run_ranks
 
 import meshstep as ms
+from meshstep.ir.printer import program_text
 from meshstep.ir.program import Program, SlotKind, communication
 from meshstep.ir.verifier import verify_program
 from meshstep.layout import PARTIAL, shard
-from meshstep.passes import DEFAULT, EAGER, Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Pipeline, pipeline
+from meshstep.passes import (
+    DEFAULT,
+    EAGER,
+    Bucket,
+    CommonSubexpressions,
+    DeadCode,
+    LaunchEarly,
+    Pipeline,
+    Regather,
+    TwoSums,
+    pipeline,
+)
 
 aten = torch.ops.aten
 
@@ -163,6 +175,15 @@ def test_only_what_is_alike_is_joined():
     assert [count for _, _, count in sent(made)] == [2, 2, 2, 2]
 
 
+def test_what_no_collective_waits_for_rides_with_the_last_one():
+    build = Build(dp=2)
+    x, y, extra = (build.input(name, 2, dp=PARTIAL) for name in ("x", "y", "extra"))
+    count, statistic = build.all_reduce(x), build.all_reduce(build(aten.sin.default, extra))
+    gradient = build.all_reduce(build(aten.mul.Tensor, count, y))
+    made = check_pass(Bucket(), build.program(statistic, gradient))
+    assert [count for _, _, count in sent(made)] == [1, 2]
+
+
 def test_layouts_are_kept():
     build = Build(dp=2, tp=2)
     values = [build.input(n, 2, 2, dp=PARTIAL, tp=shard(1)) for n in "xy"]
@@ -204,6 +225,58 @@ def test_random_numbers_are_drawn_in_the_order_of_the_program():
     assert [n.name for n in LaunchEarly()(program).calls] == ["rand_like", "rand_like_1", "all_reduce"]
 
 
+# ---- statistics
+
+
+def statistics(*args, **kwargs) -> Program:
+    build = Build(dp=2)
+    return build.program(*build(aten.var_mean.correction, build.input("x", 3, 4, 2), *args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (([0, 2],), {"correction": 0, "keepdim": True}),
+        (([-1],), {}),
+        ((), {"correction": 1.5}),
+        ((None,), {}),
+        (([0, 1, 2],), {"correction": 24}),
+    ],
+    ids=str,
+)
+def test_variance_and_mean_by_sums(args, kwargs):
+    program = statistics(*args, **kwargs)
+    made = TwoSums()(program)
+    assert not any(node.target is aten.var_mean.correction for node in made.calls)
+    verify_program(made, types=True)
+    assert TwoSums()(made) is made
+    check_equal(run_ranks(made, draw(program)), run_ranks(program, draw(program)), within=1e-14)
+
+
+def test_the_text_of_variance_and_mean_by_sums():
+    check_text(program_text(TwoSums()(statistics([0, 2], correction=0))), "two_sums.txt")
+
+
+def test_complex_and_narrow_numbers_stay_one_op():
+    build = Build(dp=2)
+    x = build.input("x", 4, dtype=torch.bfloat16)
+    program = build.program(*build(aten.var_mean.correction, x))
+    assert TwoSums()(program) is program
+
+
+# ---- gathered again
+
+
+def test_parameters_gathered_again_change_no_number_and_are_gathered_again_once():
+    program = lowered(plan=ms.plans.fsdp(), passes=Pipeline(())).local_program
+    made = Regather()(program)
+    gathers = [[kind for kind, _, _ in sent(p)].count("all_gather") for p in (program, made)]
+    assert gathers[1] > gathers[0] > 0
+    verify_program(made, types=True)
+    assert Regather()(made) is made
+    check_equal(run_ranks(made, draw(program)), run_ranks(program, draw(program)))
+
+
 # ---- all of them
 
 
@@ -236,7 +309,7 @@ def test_any_program(pass_, program):
     check_pass(pass_, program)
 
 
-@pytest.mark.parametrize("pass_", [*DEFAULT, Bucket(200)], ids=repr)
+@pytest.mark.parametrize("pass_", [*DEFAULT, TwoSums(), Bucket(200)], ids=repr)
 def test_a_train_step(pass_):
     check_pass(pass_, training())
 
@@ -331,8 +404,8 @@ def test_a_pipeline_is_its_text(given):
 def test_the_text_form_of_the_default_pipelines():
     assert str(DEFAULT) == "common_subexpressions | dead_code | regather | bucket | launch_early"
     assert str(EAGER) == (
-        "common_subexpressions | dead_code | regather | bucket(bucket_bytes=1048576, shard_bytes=524288) | "
-        "launch_early(prefetch=False)"
+        "common_subexpressions | dead_code | regather | two_sums | "
+        "bucket(bucket_bytes=1048576, shard_bytes=524288) | launch_early(prefetch=False)"
     )
 
 

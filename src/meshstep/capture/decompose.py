@@ -5,7 +5,7 @@ A mean over the valid tokens of a sharded batch is a sum, a count and a division
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,20 +21,13 @@ aten = torch.ops.aten
 # ---- statistics
 
 
-def var_mean(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Variance and mean by two sums. Source: `torch.var_mean`, divisor max(0, N - correction)."""
-    dims = list(range(x.ndim)) if not dim else [d % x.ndim for d in dim]
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    mean = x.sum(dims, keepdim=True) / count
-    divisor = max(0.0, count - (1 if correction is None else correction))
-    away = x - mean
-    squares = (away * away.conj()).real if x.is_complex() else away.square()
-    variance = squares.sum(dims, keepdim=keepdim) / divisor
-    return variance, mean if keepdim else mean.reshape(variance.shape)
+def var_mean(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """Of complex numbers, by real and imaginary parts. Source: `torch.var_mean`."""
+    if not x.is_complex():
+        return NotImplemented
+    parts = [torch.var_mean(part, dim, correction=correction, keepdim=keepdim) for part in (x.real, x.imag)]
+    (variance, mean), (other, imaginary) = parts
+    return variance + other, torch.complex(mean, imaginary)
 
 
 def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -45,18 +38,18 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
     return x * mask / (1 - p) if p < 1 else x * 0, mask
 
 
-def var(x: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
+def var(x: Tensor, dim: list[int] | None = None, **kwargs: Any) -> Tensor:
     """The first of `var_mean`."""
-    return var_mean(x, dim, **kwargs)[0]
+    return torch.var_mean(x, dim, **kwargs)[0]
 
 
-def std_mean(x: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def std_mean(x: Tensor, dim: list[int] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """As `var_mean`."""
-    variance, mean = var_mean(x, dim, **kwargs)
+    variance, mean = torch.var_mean(x, dim, **kwargs)
     return variance.sqrt(), mean
 
 
-def std(x: Tensor, dim: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
+def std(x: Tensor, dim: list[int] | None = None, **kwargs: Any) -> Tensor:
     """The root of `var`."""
     return var(x, dim, **kwargs).sqrt()
 

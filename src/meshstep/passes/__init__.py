@@ -8,6 +8,7 @@ from .lower import lower
 from .pipeline import Pass, PassRecord, Pipeline, parse, snake_case
 from .regather import Regather
 from .transform import Transform
+from .two_sums import TwoSums
 
 DEFAULT = Pipeline((CommonSubexpressions(), DeadCode(), Regather(), Bucket(), LaunchEarly()))
 # Run op by op, the first buckets travel while the backward goes on; Inductor waits for them where it likes, so that
@@ -18,13 +19,14 @@ EAGER = Pipeline(
         CommonSubexpressions(),
         DeadCode(),
         Regather(),
+        TwoSums(),
         Bucket(bucket_bytes=2**20, shard_bytes=2**19),
         LaunchEarly(prefetch=False),
     )
 )
 
 KNOWN: dict[str, type] = {
-    snake_case(kind.__name__): kind for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Regather)
+    snake_case(kind.__name__): kind for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Regather, TwoSums)
 }
 
 
@@ -52,6 +54,7 @@ __all__ = [
     "Pipeline",
     "Regather",
     "Transform",
+    "TwoSums",
     "lower",
     "pipeline",
 ]

@@ -175,7 +175,6 @@ TABLE: Table = {
     aten.all.dim: _ALL,
     aten.all.dims: _ALL,
     aten.var.correction: _KEPT,
-    aten.var_mean.correction: _KEPT,
     aten.std.correction: _KEPT,
     aten.std_mean.correction: _KEPT,
     aten.cumprod.default: _ALONG_DIM,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -44,9 +45,39 @@ def tensor_parallel(work: Workload, model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh, {name: styles[style]() for name, style in work.tp_plan.items()})
 
 
+class SyncBatchNorm(nn.Module):
+    """Over the global batch: torch's own does not run on CPU. One message forward and one backward, as by hand."""
+
+    def __init__(self, norm: nn.BatchNorm2d):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, count = self.norm, x.numel() // x.shape[1] * dist.get_world_size()
+        sums = all_reduce(torch.stack((x.sum((0, 2, 3)), (x * x).sum((0, 2, 3)))))
+        mean = sums[0] / count
+        variance = sums[1] / count - mean * mean
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+            norm.num_batches_tracked += 1
+        scale = norm.weight * torch.rsqrt(variance + norm.eps)
+        return x * scale[:, None, None] + (norm.bias - mean * scale)[:, None, None]
+
+
+def synchronise(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, SyncBatchNorm(child))
+
+
 def torch_step(work: Workload, wrap: Wrap, compiled: bool = False, compiled_optimizer: bool = False) -> Step:
     """The usual loop with the fused optimizer, or the `foreach` one compiled (`fused` is one opaque op)."""
-    model = wrap(work, work.build())
+    model = work.build()
+    if work.sync_norm and dist.get_world_size() > 1:
+        synchronise(model)
+    model = wrap(work, model)
     sharded = isinstance(next(model.parameters()), DTensor)
     no_fused = compiled_optimizer or (sharded and work.optimizer.func is torch.optim.SGD)  # no _fused_sgd_
     optimizer = work.optimizer(model.parameters(), **{"foreach" if no_fused else "fused": True})
@@ -75,7 +106,9 @@ def meshstep_step(work: Workload, plan: str, backend: str) -> Step:
     sharded = ms.plans.tensor_parallel(work.tp_plan) if plan == "tp" else named[plan]()
     mesh = ms.Mesh(tp=world.size) if plan == "tp" else ms.Mesh(dp=world.size)
 
-    @ms.compile(mesh=mesh, plan=sharded, backend=backend)
+    local = {nn.BatchNorm2d: ms.LocalBatchNorm(world.size)} if work.sync_norm is False else None
+
+    @ms.compile(mesh=mesh, plan=sharded, backend=backend, module_override=local)
     def train_step(
         model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, clip: float | None
     ) -> Tensor:

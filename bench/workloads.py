@@ -22,6 +22,7 @@ class Workload:
 
     Gradients are clipped to the norm `clip` (None: not at all). `blocks(model)` are the submodules that FSDP
     wraps one by one. `tp_plan` maps names of modules to "colwise" or "rowwise"; empty: no tensor parallelism.
+    `sync_norm`: whether batch norms are of the global batch in all peers (True) or of each rank's rows (False).
     """
 
     model: Callable[[], nn.Module]
@@ -30,6 +31,7 @@ class Workload:
     optimizer: Callable[..., torch.optim.Optimizer]
     clip: float | None = None
     tp_plan: dict[str, str] = field(default_factory=dict)
+    sync_norm: bool | None = None
     note: str = ""
 
     def build(self) -> nn.Module:
@@ -122,6 +124,7 @@ def token_batches(rows: int, vocab: int) -> Callable[[int], Batch]:
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-3)
+image_batches = batches(lambda g: torch.randn(32, 3, 32, 32, generator=g), brightness)
 WORKLOADS = {
     "gpt_example": Workload(
         gpt(),
@@ -155,10 +158,19 @@ WORKLOADS = {
     ),
     "convnet": Workload(
         convnet,
-        batches(lambda g: torch.randn(32, 3, 32, 32, generator=g), brightness),
+        image_batches,
         lambda model: list(model.net[1:7]),
         adamw,
-        note="DDP and FSDP normalise over each rank's own rows, hence their other loss",
+        sync_norm=False,
+        note="all peers normalise over each rank's own rows, hence another loss than that of one process",
+    ),
+    "convnet_sync": Workload(
+        convnet,
+        image_batches,
+        lambda model: list(model.net[1:7]),
+        adamw,
+        sync_norm=True,
+        note="all peers normalise over the global batch",
     ),
     "big_embedding": Workload(
         big_embedding,

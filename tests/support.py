@@ -273,7 +273,9 @@ def run_local(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def run_lowered(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[dict[str, Tensor]]:
+def run_lowered(
+    program: Program, inputs: Sequence[Sequence[Tensor]], scatters: bool = True
+) -> list[dict[str, Tensor]]:
     """Execute what `lower` makes for every rank, side by side in this process, and check it against `run_ranks`.
 
     A collective's result is computed when it is waited for, if it may still read its input then: so a value that is
@@ -284,7 +286,7 @@ def run_lowered(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[di
     """
     mesh = program.mesh
     want = run_ranks(program, [[t.clone() for t in rank] for rank in inputs])
-    modules = [lower(program, _groups(mesh, rank)) for rank in range(mesh.size)]
+    modules = [lower(program, _groups(mesh, rank, scatters)) for rank in range(mesh.size)]
     returned = _side_by_side(modules, inputs, mesh)
     held = [dict(zip(program.slots, rank, strict=True)) for rank in inputs]
     kept = kept_results(program)
@@ -300,8 +302,8 @@ def run_lowered(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[di
     return found
 
 
-def _groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
-    return {axis: AxisGroup(axis, mesh[axis], index) for axis, index in mesh.coordinate(rank).items()}
+def _groups(mesh: Mesh, rank: int, scatters: bool) -> dict[str, AxisGroup]:
+    return {axis: AxisGroup(axis, mesh[axis], index, scatters) for axis, index in mesh.coordinate(rank).items()}
 
 
 def _side_by_side(

@@ -38,11 +38,12 @@ def count(program: Program, op: str) -> int:
 # ---- collectives
 
 
+@pytest.mark.parametrize("scatters", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_collective_along_every_dim(size):
+def test_every_collective_along_every_dim(size, scatters):
     for name, program in programs_for_lowering(size).items():
         try:
-            run_lowered(program, draw(program))
+            run_lowered(program, draw(program), scatters)
         except AssertionError as error:
             raise AssertionError(name) from error
 
@@ -78,6 +79,13 @@ def test_dim_0_is_sent_as_it_lies():
     build = Build(dp=2)
     x = build.input("x", 4, 6, dp=shard(0))
     assert ops(build.program(build.all_gather(x, 0))) == ["contiguous", "all_gather_into_tensor", "wait_tensor"]
+
+
+def test_parts_of_a_sum_are_exchanged_where_a_reduce_scatter_sends_all():
+    build = Build(dp=2)
+    total = build.reduce_scatter(build.input("x", 4, 6, dp=PARTIAL), 0)
+    module = lower(build.program(total), {"dp": AxisGroup("dp", 2, 0, scatters=False)})
+    assert kinds(module) == ["contiguous", "all_to_all_single", "wait_tensor", "reshape", "sum"]
 
 
 def test_a_view_of_what_came_back_is_a_reshape():

@@ -79,6 +79,10 @@ def has_composite_kernel(op: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
+# By itself Inductor waits for a collective right where it is launched.
+_WAIT_LATE = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["sink_waits"]}
+
+
 def compile_with_inductor(
     module: torch.fx.GraphModule, inputs: Sequence[Any], expansions: Mapping[OpOverload, Callable[..., Any]]
 ) -> Callable[..., Any]:
@@ -92,7 +96,9 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    with torch.no_grad():
+    from torch._inductor import config
+
+    with torch.no_grad(), config.patch(_WAIT_LATE):
         compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **expansions})
         return compiled
 

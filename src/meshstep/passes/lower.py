@@ -31,11 +31,14 @@ class AxisGroup:
         name: Name of the group, as `c10d` knows it.
         size: Number of ranks along the axis.
         index: This rank's place along the axis.
+        scatters: Whether a reduce_scatter by it sends no more than an all_to_all; if not, as with gloo, the parts are
+            exchanged and added here.
     """
 
     name: str
     size: int
     index: int
+    scatters: bool = True
 
 
 def lower(program: Program, groups: Mapping[str, AxisGroup]) -> fx.GraphModule:
@@ -128,8 +131,13 @@ class _Lowering:
     def reduce_scatter(self, node: fx.Node, x: fx.Node, dim: int, op: str, axis: str, size: int) -> None:
         """The shards are brought to dim 0 first."""
         local = _shape(node)
-        flat = self._dim_to_parts(x, local, dim, size)
-        running = self._call(c10d.reduce_scatter_tensor.default, flat, op, size, self.groups[axis].name)
+        flat, group = self._dim_to_parts(x, local, dim, size), self.groups[axis]
+        if op == "sum" and not group.scatters:
+            counts = [local[0]] * size
+            exchanged = self._call(c10d.all_to_all_single.default, flat, counts, counts, group.name)
+            self.waiting[node] = lambda: self._sum_of_parts(self._wait(exchanged), local, size)
+            return
+        running = self._call(c10d.reduce_scatter_tensor.default, flat, op, size, group.name)
         self.waiting[node] = lambda: self._call(aten.reshape.default, self._wait(running), list(local))
 
     def all_to_all(self, node: fx.Node, x: fx.Node, split: int, concat: int, axis: str, size: int) -> None:
@@ -172,6 +180,10 @@ class _Lowering:
         split = self._call(aten.reshape.default, x, [size, *piece])
         moved = self._call(aten.permute.default, split, collectives.parts_back(dim, len(piece) + 1))
         return self._call(aten.reshape.default, moved, [size * n if d == dim else n for d, n in enumerate(piece)])
+
+    def _sum_of_parts(self, x: fx.Node, piece: Sequence[int], size: int) -> fx.Node:
+        """What every rank has sent, added in the order of the ranks."""
+        return self._call(aten.sum.dim_IntList, self._call(aten.reshape.default, x, [size, *piece]), [0])
 
     # State
 

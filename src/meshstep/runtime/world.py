@@ -96,7 +96,11 @@ def axis_groups(mesh: Mesh, device_type: str) -> Mapping[str, AxisGroup]:
     if not dist.is_initialized():
         return {axis: AxisGroup("", 1, 0) for axis in mesh}
     devices, place = device_mesh(mesh, device_type), mesh.coordinate(here.rank)
-    return {axis: AxisGroup(devices.get_group(axis).group_name, mesh[axis], place[axis]) for axis in mesh}
+    groups = {axis: devices.get_group(axis) for axis in mesh}
+    return {
+        axis: AxisGroup(group.group_name, mesh[axis], place[axis], scatters=dist.get_backend(group) != "gloo")
+        for axis, group in groups.items()
+    }
 
 
 def check_mesh(mesh: Mesh, here: World) -> None:

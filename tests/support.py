@@ -273,9 +273,7 @@ def run_local(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def run_lowered(
-    program: Program, inputs: Sequence[Sequence[Tensor]], scatters: bool = True
-) -> list[dict[str, Tensor]]:
+def run_lowered(program: Program, inputs: Sequence[Sequence[Tensor]], scatters: bool = True) -> list[dict[str, Tensor]]:
     """Execute what `lower` makes for every rank, side by side in this process, and check it against `run_ranks`.
 
     A collective's result is computed when it is waited for, if it may still read its input then: so a value that is

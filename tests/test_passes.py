@@ -146,6 +146,13 @@ def test_a_value_larger_than_the_limit_has_a_bucket_of_its_own():
     assert sorted(sent(made)) == [("all_reduce", 16, 1), ("all_reduce", 32, 2), ("all_reduce", 800, 1)]
 
 
+def test_a_bucket_is_full_with_what_the_link_carries_in_ten_latencies():
+    build = Build(dp=2)
+    values = [build.input(f"x{i}", 50_000, dp=PARTIAL) for i in range(5)]  # 400 kB each, on CPU: 100 us at 1 GB/s
+    made = check_pass(Bucket(), build.program(*map(build.all_reduce, values)))
+    assert [count for _, _, count in sent(made)] == [2, 2, 1]
+
+
 def test_what_depends_on_a_reduced_value_is_reduced_later():
     build = Build(dp=2)
     x, y = (build.input(name, 2, dp=PARTIAL) for name in "xy")
@@ -405,7 +412,7 @@ def test_the_text_form_of_the_default_pipelines():
     assert str(DEFAULT) == "common_subexpressions | dead_code | regather | bucket | launch_early"
     assert str(EAGER) == (
         "common_subexpressions | dead_code | regather | two_sums | "
-        "bucket(bucket_bytes=1048576, shard_bytes=524288) | launch_early(prefetch=False)"
+        "bucket(shard_bytes=524288) | launch_early(prefetch=False)"
     )
 
 

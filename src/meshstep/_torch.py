@@ -93,10 +93,9 @@ def compile_with_inductor(
         inputs: Its first inputs.
         expansions: Ops that are no aten ops, with functions that compute them by aten ops.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
-
-    from torch._inductor import config
 
     with torch.no_grad(), config.patch(_WAIT_LATE):
         compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **expansions})

@@ -15,10 +15,10 @@ from ..ir import collectives
 from ..ir.program import Program, call, is_part, part, producer
 from ..ir.types import TensorType
 from ..layout import Layout
+from ..plan.cost import usual
 from .order import ordered, reorder
 
 aten = torch.ops.aten
-MIB = 2**20
 
 
 @dataclass(slots=True)
@@ -37,12 +37,13 @@ class Bucket:
 
     Args:
         bucket_bytes: A bucket is full when so much of whole values is in it; one larger value has a bucket of its own.
+            None is what a link carries in ten times its latency, so that a tenth of the time is lost to messages.
         shard_bytes: Likewise for gathers of stored parameters, which hold all of a bucket from the first use of one,
-            and for scatters of gradients, which hold all of one until the last is there.
+            and for scatters of gradients, which hold all of one until the last is there. None is as `bucket_bytes`.
     """
 
-    bucket_bytes: int = 25 * MIB
-    shard_bytes: int = 4 * MIB
+    bucket_bytes: int | None = None
+    shard_bytes: int | None = None
 
     def __call__(self, program: Program) -> Program:
         """The program with one collective a bucket."""
@@ -64,12 +65,17 @@ class Bucket:
             if node.target not in _FORMS or _kind(node) != kind:
                 continue
             found = buckets.setdefault(depths[node], [])
-            small = node.meta.get("regather") or node.target is collectives.reduce_scatter
-            full = self.shard_bytes if small else self.bucket_bytes
+            full = self._full(node)
             if not found or found[-1].bytes + _size(node) > full:
                 found.append(_Bucket())
             found[-1].add(node)
         return [bucket.nodes for found in buckets.values() for bucket in found if len(bucket.nodes) > 1]
+
+    def _full(self, node: fx.Node) -> int:
+        """The size of a bucket that a collective goes into."""
+        in_shards = node.meta.get("regather") or node.target is collectives.reduce_scatter
+        given = self.shard_bytes if in_shards and self.shard_bytes is not None else self.bucket_bytes
+        return usual(node.meta["type"].device).message_bytes if given is None else given
 
 
 def _kind(node: fx.Node) -> tuple[Hashable, ...]:

@@ -37,6 +37,11 @@ class Hardware:
     memory: float = 8_000.0
     flops: float = 30_000.0
 
+    @property
+    def message_bytes(self) -> int:
+        """What a link carries in ten times the latency of a message."""
+        return int(10 * self.latency * self.link)
+
     def redistribution(self, type_: TensorType, source: Placement, target: Placement, size: int) -> float | None:
         """Time of changing the placement of a value of (whole) `type_` over `size` ranks; None if that cannot be.
 
@@ -65,6 +70,14 @@ class Hardware:
         moved = sum(t.nbytes for t in (*inputs, *outputs) if t is not None)
         work = 2 * outputs[0].numel * inputs[-1].shape[-2] if op in _MATMULS and outputs[0] else 0
         return max(moved / self.memory, work / self.flops) / shrink
+
+
+_ACCELERATOR = Hardware(latency=20.0, link=100_000.0, memory=2_000_000.0, flops=200_000_000.0)
+
+
+def usual(device_type: str) -> Hardware:
+    """What is assumed of a device if nothing is said: of a CPU a core with loopback, else an accelerator of today."""
+    return Hardware() if device_type == "cpu" else _ACCELERATOR
 
 
 def shrinks(placements: Sequence[Placement | None], size: int) -> int:

@@ -24,7 +24,7 @@ from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
 from .override import Override, Overrides, overrides_of, stand_ins
-from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Transform, lower, pipeline
+from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Recompute, Transform, lower, pipeline
 from .passes.lower import AxisGroup
 from .phases import local_program
 from .plan.named import data_parallel
@@ -57,6 +57,7 @@ class Options:
     passes: Pipeline | None = None
     module_override: Overrides | None = None
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
+    memory: int | None = None
 
     @property
     def edits(self) -> bool:
@@ -64,12 +65,16 @@ class Options:
         return self.gm_transformation is not None or any(o.edits for o in overrides_of(self.module_override))
 
     def pipeline(self, mesh: Mesh) -> Pipeline:
-        """What runs over a local program: the overrides' edits, the passes, the user's transformation."""
+        """What runs over a local program: the overrides' edits, the passes, the user's transformation.
+
+        What is computed again is chosen first: the passes then see an ordinary program.
+        """
         passes = self.passes or (EAGER if self.backend == "eager" else DEFAULT)
         edits = [_edit(override, mesh) for override in overrides_of(self.module_override) if override.edits]
         last = self.gm_transformation
         own = [] if last is None else [Transform(lambda gm, schemas: last(gm), f"gm_transformation {name_of(last)}")]
-        return replace(passes, passes=(*edits, *passes, *own)) if edits or own else passes
+        fitted = [] if self.memory is None else [Recompute(self.memory)]
+        return replace(passes, passes=(*edits, *fitted, *passes, *own)) if edits or own or fitted else passes
 
 
 def _edit(override: Override, mesh: Mesh) -> Transform:
@@ -371,6 +376,7 @@ def compile(  # noqa: A001
     passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    memory: int | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:  # noqa: A001
     """Compile a single-device train step into one program for a mesh of devices. A decorator, bare or with arguments.
@@ -391,6 +397,8 @@ def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             gm_transformation: Gets the graph that each rank runs, after all passes, as a `GraphModule`, once for each
                 program that is compiled, and returns it or another one. Its inputs and outputs must stay what they
                 are; that is checked.
+            memory: Bytes that a rank may hold, as `lower(...).memory` counts them: activations are computed again for
+                the backward instead of being held, until it is enough. None holds all.
 
     Raises:
         InputError: An option has a value that it cannot have.
@@ -407,6 +415,7 @@ def simulate(
     passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    memory: int | None = None,
 ) -> SimulatedStep:
     """As `compile`, but every rank of the mesh runs in this process, without a launcher.
 
@@ -421,9 +430,10 @@ def simulate(
         passes: As for `compile`.
         module_override: As for `compile`.
         gm_transformation: As for `compile`.
+        memory: As for `compile`.
     """
     given: Any = passes
-    options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation)
+    options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation, memory)
     return SimulatedStep(function, _checked(options))
 
 
@@ -471,6 +481,9 @@ def _checked(options: Options) -> Options:
         raise InputError(
             f"passes is a {type(passes).__name__}", at="compile(passes=...)", hint="meshstep.Pipeline((...))"
         )
+    memory: Any = options.memory
+    if memory is not None and not (isinstance(memory, int) and memory > 0):
+        raise InputError(f"a memory of {memory!r}", at="compile(memory=...)", hint="bytes a rank: 80 * 2**30")
     if options.outputs not in OUTPUTS:
         raise InputError(
             f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))

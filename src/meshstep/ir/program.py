@@ -9,6 +9,7 @@ Every node of the graph carries in `node.meta`:
     "module"   path of the user's module in whose `forward` it was made, "" if in none; a backward op has that of its
                forward op
     "backward" whether it was made during a backward
+    "recomputed" whether it is computed again for a backward instead of being held
     "regather" for an all_gather: what it gathers is kept in shards and may be gathered again instead of being held
     "why"      for a collective: which value and consumer disagreed
 """
@@ -161,16 +162,17 @@ def append(
     return node
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], name: str | None = None) -> fx.Node:
     """Append a copy of a node of another graph, with its name and all that is known of it.
 
     Args:
         graph: Where it goes.
         node: The node.
         copies: What stands in for each of its inputs.
+        name: Another name.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-    new = append(graph, node.op, node.target, args, kwargs, node.name)
+    new = append(graph, node.op, node.target, args, kwargs, name or node.name)
     new.meta.update(node.meta)
     return new
 

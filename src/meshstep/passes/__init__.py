@@ -6,6 +6,7 @@ from .dead_code import DeadCode
 from .launch_early import LaunchEarly
 from .lower import lower
 from .pipeline import Pass, PassRecord, Pipeline, parse, snake_case
+from .recompute import Recompute
 from .regather import Regather
 from .transform import Transform
 from .two_sums import TwoSums
@@ -24,7 +25,8 @@ EAGER = Pipeline(
 )
 
 KNOWN: dict[str, type] = {
-    snake_case(kind.__name__): kind for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Regather, TwoSums)
+    snake_case(kind.__name__): kind
+    for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Recompute, Regather, TwoSums)
 }
 
 
@@ -50,6 +52,7 @@ __all__ = [
     "Pass",
     "PassRecord",
     "Pipeline",
+    "Recompute",
     "Regather",
     "Transform",
     "TwoSums",

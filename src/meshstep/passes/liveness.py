@@ -206,7 +206,7 @@ def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
     """A meta tensor of the strides that a value has, and whether it lies in its first argument's memory."""
     if is_part(node):
         return values[node.args[0]][node.args[1]], True  # type: ignore[index]
-    if not _may_be_view(node):
+    if not may_be_view(node):
         types = node.meta["type"]
         return ([_meta(t) for t in types] if isinstance(types, tuple) else _meta(types)), False
     op: Any = _COPIES.get(node.target, node.target)  # type: ignore[call-overload]
@@ -221,7 +221,8 @@ def _meta(type_: TensorType | None) -> Tensor | None:
     return None if type_ is None else torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
 
-def _may_be_view(node: fx.Node) -> bool:
+def may_be_view(node: fx.Node) -> bool:
+    """Whether the value of a call may lie in the memory of its first argument."""
     op: Any = node.target
     if not isinstance(op, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return False

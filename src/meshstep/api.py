@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, dynamic_dims, placements_along
+from .blame import Culprit, find_culprit
 from .capture.capture import Captured, capture, is_capturing
 from .capture.source import name_of
 from .capture.widened import widened
@@ -26,7 +27,7 @@ from .mesh import Mesh
 from .override import Override, Overrides, overrides_of, stand_ins
 from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Recompute, Transform, lower, pipeline
 from .passes.lower import AxisGroup
-from .phases import local_program
+from .phases import local_program, partitions
 from .plan.named import data_parallel
 from .plan.plan import Plan
 from .resizing import Compiled, Resizing
@@ -151,7 +152,7 @@ class Step(ABC):
             kwargs: Likewise.
         """
         simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
-        return compare(self._function, simulated, lambda i: (args, kwargs), steps)
+        return compare(self._function, simulated, lambda i: (args, kwargs), steps, locate=simulated.culprit)
 
     def objects(self) -> dict[str, Any]:
         """Modules, optimizers and scalers of the last call that was compiled, by their names, and the step itself.
@@ -325,6 +326,27 @@ class CompiledStep(Step):
 
 class SimulatedStep(Step):
     """A step that plays every rank of its mesh in this process; takes the GLOBAL batch, returns whole outputs."""
+
+    def culprit(self, *args: Any, **kwargs: Any) -> Culprit | None:
+        """The first value of a call that the ranks compute otherwise than one device; None if there is none.
+
+        Args:
+            args: As for a call. Nothing of the caller's is changed.
+            kwargs: Likewise.
+        """
+        self._seed.begin()
+        call = bind_call(self._signature, args, kwargs)
+        mesh = self._mesh()
+        layouts, captured = self._captured(call, mesh)
+        inputs = Guards(captured, captured.program).bind(call.leaves)
+        assert not isinstance(inputs, str), inputs
+        stages = partitions(
+            captured.program,
+            self.plan,
+            lambda axis: placements_along(axis, call.names, layouts),
+            whole_outputs=self._options.outputs == "full",
+        )
+        return find_culprit(captured.program, stages, self._options.pipeline(mesh), inputs)
 
     def _mesh(self) -> Mesh:
         if self._options.mesh is None:
@@ -523,4 +545,5 @@ def verify(
     if backend != "eager":
         raise InputError(f"backend {backend!r} in verify", at="verify(backend=...)", hint='"eager"')
     wide = function if dtype is None else widened(function, dtype)
-    return compare(wide, simulate(wide, mesh=mesh, plan=plan), make_args, steps, dtype)
+    step = simulate(wide, mesh=mesh, plan=plan)
+    return compare(wide, step, make_args, steps, dtype, step.culprit)

@@ -130,7 +130,13 @@ def _verify(given: argparse.Namespace) -> int:
         steps=given.steps,
     )
     if given.json:
-        facts = {"ok": found.ok, "max_error": found.max_error, "first_divergence": found.first_divergence}
+        facts: dict[str, Any] = {
+            "ok": found.ok,
+            "max_error": found.max_error,
+            "first_divergence": found.first_divergence,
+        }
+        if found.culprit is not None:
+            facts |= {"culprit": asdict(found.culprit)}
         print(json.dumps(facts | {"steps": found.steps, "values": dict(found.values)}, indent=1))
     else:
         print(found)

@@ -8,7 +8,7 @@ inner axis first: the second application sees an ordinary program with smaller s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -45,7 +45,18 @@ def partition(program: Program, decision: Decision) -> Program:
     Raises:
         RuleError: A rule's local form gives other types than its placements say.
     """
-    return _Partition(program, decision).run()
+    return partition_traced(program, decision)[0]
+
+
+def partition_traced(program: Program, decision: Decision) -> tuple[Program, Mapping[tuple[fx.Node, int], fx.Node]]:
+    """As `partition`, with the node that holds one rank's part of each value, by its producer and output index.
+
+    Args:
+        program: As for `partition`.
+        decision: Likewise.
+    """
+    made = _Partition(program, decision)
+    return made.run(), made.local
 
 
 class _Partition:

@@ -30,12 +30,16 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+Watch = Callable[[fx.Node, list[Any]], Any]  # is shown a node and its value on each rank
+
+
+def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]], watch: Watch | None = None) -> list[list[Tensor]]:
     """Execute a program.
 
     Args:
         program: A program partitioned along every axis of its mesh.
         inputs: For each rank, one tensor a slot.
+        watch: Is shown every value when it is computed.
 
     Returns:
         For each rank, one tensor a result.
@@ -49,6 +53,8 @@ def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list
         for node in program.graph.nodes:
             if node.op == "call_function":
                 values[node] = _call(node, values, program.mesh)
+                if watch is not None:
+                    watch(node, values[node])
                 for done in last.get(node, ()):
                     del values[done]
     outputs: Any = program.output_node.args[0]

@@ -242,7 +242,8 @@ def test_verify_names_the_first_value_that_differs():
         (
             lambda: ms.compile(mash=None)(train_step),
             "got an unexpected keyword argument 'mash'\n  at   compile(...)\n"
-            "  try  mesh, plan, inputs, outputs, backend, passes, module_override, gm_transformation, memory",
+            "  try  mesh, plan, inputs, outputs, backend, passes, module_override, gm_transformation, memory, "
+            "check_every",
         ),
         (
             lambda: ms.simulate(train_step, mesh=None)(*arguments()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from .runtime.agreement import agree_on_arguments, agree_on_call, agree_on_progr
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
+from .runtime.lockstep import split_inputs
+from .runtime.non_finite import NonFinite, find_here, find_on_all
 from .runtime.seed import Seed
 from .runtime.sharded import Shards, own_layouts
 from .runtime.signature import Guards, Signature
@@ -59,6 +62,7 @@ class Options:
     module_override: Overrides | None = None
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
     memory: int | None = None
+    check_every: int | None = None
 
     @property
     def edits(self) -> bool:
@@ -121,7 +125,10 @@ class Step(ABC):
             executor, inputs = self._compile(call, signature, found)
         else:
             executor, inputs = found
-        return executor(call.leaves, inputs)
+        returned = executor(call.leaves, inputs)
+        if self._options.check_every is not None:
+            self._called(executor, inputs)
+        return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Capture, plan and partition a call without running it; needs no process group, for any mesh size.
@@ -153,6 +160,25 @@ class Step(ABC):
         """
         simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
         return compare(self._function, simulated, lambda i: (args, kwargs), steps, locate=simulated.culprit)
+
+    def find_non_finite(self, *args: Any, **kwargs: Any) -> NonFinite | None:
+        """The first value of a call that is NaN or infinite while what it is made of is not; None if there is none.
+
+        The call is made on the state as it is, value by value, and nothing is changed: ask before the step that goes
+        wrong, or after loading the checkpoint before it. On several processes all ranks call it, and get one answer.
+
+        Args:
+            args: As for a call.
+            kwargs: Likewise.
+        """
+        self._seed.begin()
+        call = bind_call(self._signature, args, kwargs)
+        mesh = self._mesh()
+        layouts, captured = self._captured(call, mesh)
+        local, _ = self._partitioned(call, captured, layouts, mesh, passes=Pipeline(()))
+        inputs = Guards(captured, local).bind(call.leaves)
+        assert not isinstance(inputs, str), inputs
+        return self._non_finite(captured, local, inputs)
 
     def objects(self) -> dict[str, Any]:
         """Modules, optimizers and scalers of the last call that was compiled, by their names, and the step itself.
@@ -186,7 +212,7 @@ class Step(ABC):
         return self._options.plan or data_parallel()
 
     def _options_for(self, mesh: Mesh) -> Options:
-        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full")
+        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full", check_every=None)
 
     @abstractmethod
     def _mesh(self) -> Mesh:
@@ -207,6 +233,14 @@ class Step(ABC):
     @abstractmethod
     def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
         """See that all ranks make the same call."""
+
+    @abstractmethod
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        """See `find_non_finite`."""
+
+    @abstractmethod
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        """Look after what was called, where `check_every` asks for it."""
 
     def _compile(self, call: Call, signature: Signature, reason: str) -> tuple[Executor, list[Any]]:
         mesh = self._mesh()
@@ -266,6 +300,7 @@ class Step(ABC):
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         observe: Callable[[PassRecord], Any] | None = None,
+        passes: Pipeline | None = None,
     ) -> tuple[Program, Plan]:
         """The local program, and the plan with the placement of every value."""
         own = self._own_layouts(captured, mesh)
@@ -274,7 +309,7 @@ class Step(ABC):
             self.plan,
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
-            passes=self._options.pipeline(mesh),
+            passes=self._options.pipeline(mesh) if passes is None else passes,
             observe=observe,
         )
 
@@ -288,6 +323,7 @@ class CompiledStep(Step):
         """Number the step: all ranks make their steps in the same order."""
         super().__init__(function, options)
         self._topic = f"{name_of(function)}/{next(self._made)}"
+        self._calls = self._history = self._looked = 0
         self._seed = Seed(self._topic)
 
     def _mesh(self) -> Mesh:
@@ -310,7 +346,7 @@ class CompiledStep(Step):
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         topic = f"{self._topic}/{self._compilations}"
-        agree_on_program(topic, local)
+        agree_on_program(topic, local, str(self.plan))
         if self._compilations == 0:
             agree_on_state(topic, local.slots, inputs)
             layouts, _ = self._layouts(call, local.mesh)
@@ -321,7 +357,17 @@ class CompiledStep(Step):
         shards = Shards(captured, local)
         run = build("eager" if cold else self._options.backend, module, shards.local(inputs))
         wrap = dtensor_wrap(local.mesh) if self._options.outputs == "dtensor" else _as_it_is
-        return LocalExecutor(captured, local, run, shards, wrap)
+        return LocalExecutor(captured, local, run, shards, wrap, self._compilations)
+
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        self._looked += 1
+        return find_here(local, Shards(captured, local).local(inputs), f"{self._topic}/non_finite/{self._looked}")
+
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        assert isinstance(executor, LocalExecutor) and self._options.check_every is not None
+        self._calls, self._history = self._calls + 1, zlib.crc32(b"%d" % executor.number, self._history)
+        if self._calls % self._options.check_every == 0:
+            executor.replicas.check(f"{self._topic}/replicas/{self._calls}", inputs, self._history)
 
 
 class SimulatedStep(Step):
@@ -376,6 +422,12 @@ class SimulatedStep(Step):
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
 
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        return find_on_all(local, split_inputs(inputs, local))
+
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        """Replicas are compared in every call."""
+
 
 def _global_shape(leaf: Tensor, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, DTensor) else layout.global_shape(leaf.shape, mesh)
@@ -399,6 +451,7 @@ def compile(  # noqa: A001
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     memory: int | None = None,
+    check_every: int | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:  # noqa: A001
     """Compile a single-device train step into one program for a mesh of devices. A decorator, bare or with arguments.
@@ -421,6 +474,8 @@ def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
                 are; that is checked.
             memory: Bytes that a rank may hold, as `lower(...).memory` counts them: activations are computed again for
                 the backward instead of being held, until it is enough. None holds all.
+            check_every: After every so many calls, state that several ranks hold is compared between them, to the
+                bit; None never does. What differs is a `VerifyError` that names rank, state and element.
 
     Raises:
         InputError: An option has a value that it cannot have.
@@ -506,6 +561,9 @@ def _checked(options: Options) -> Options:
     memory: Any = options.memory
     if memory is not None and not (isinstance(memory, int) and memory > 0):
         raise InputError(f"a memory of {memory!r}", at="compile(memory=...)", hint="bytes a rank: 80 * 2**30")
+    every: Any = options.check_every
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InputError(f"check_every is {every!r}", at="compile(check_every=...)", hint="a number of calls: 1000")
     if options.outputs not in OUTPUTS:
         raise InputError(
             f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))

@@ -32,6 +32,19 @@ def program_text(program: Program) -> str:
     return "\n".join(line for _, line in program_lines(program)) + "\n"
 
 
+def exact_text(program: Program) -> str:
+    """All that a program is, nothing cut off: two programs of one text do the same. For digests, not for people."""
+    lines = [str(program.mesh), *map(str, program.slots), *map(str, program.results)]
+    for node in program.graph.nodes:
+        lies = f"{_all(node.meta.get('type'))} {_all(node.meta.get('layout'))}"
+        lines.append(f"{node.name} = {op_text(node.target)}{node.args} {sorted(node.kwargs.items())} : {lies}")
+    return "\n".join(lines) + "\n"
+
+
+def _all(of: Any) -> str:
+    return " ".join(map(str, of)) if isinstance(of, tuple) else str(of)
+
+
 def program_lines(program: Program) -> list[tuple[fx.Node | None, str]]:
     """The lines of a program, each with the call or input that it shows; None for the header."""
     slots = {node: slot for slot, node in program.inputs}

@@ -267,6 +267,19 @@ def communication(program: Program) -> tuple[Communication, ...]:
     )
 
 
+def collective_order(program: Program) -> tuple[str, ...]:
+    """The collectives that each rank calls, in order: `all_reduce(sum, dp) f32[8, 16]`.
+
+    A program has no branches and no loops, and its text knows of no rank: ranks that run one text call these, in this
+    order. What a rank is changes only values (`axis_slice`, `axis_index`), never what is sent.
+    """
+    return tuple(
+        f"{name_of(node.target)}({', '.join(map(str, node.args[1:]))}) {node.args[0].meta['type']}"
+        for node in program.graph.nodes
+        if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
+    )
+
+
 def _record(node: fx.Node, mesh: Mesh) -> Communication:
     axis, sent = axis_of(node.target, node.args), node.args[0].meta["type"]  # type: ignore[union-attr]
     return Communication(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.program import Program, producer
-from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.factories import UNINITIALIZED
 from ..rules.validator import combinations
@@ -19,6 +18,7 @@ from .simulate import run_ranks, scatter
 Values = Mapping[fx.Node, Sequence[Any]]  # of each node, its value on each rank
 Images = Mapping[tuple[fx.Node, int], fx.Node]
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+MORE = 10.0  # times what its inputs differ by: a value that only hands on their rounding is not the first
 SMALL = 1e-30  # of what is compared with nothing
 
 
@@ -72,8 +72,6 @@ def split_inputs(whole: Sequence[Tensor], program: Program) -> list[list[Tensor]
 def first_partitioned(before: Program, after: Program, images: Images, old: Values, new: Values) -> Difference | None:
     """The first value of a program, in its order, of which the parts along one more axis make another one.
 
-    Only values are looked at on which a result depends that differs.
-
     Args:
         before: A program.
         after: What it is partitioned along one more axis.
@@ -81,25 +79,18 @@ def first_partitioned(before: Program, after: Program, images: Images, old: Valu
         old: All values of `before`.
         new: All values of `after`.
     """
-    match = _Match(before, after)
-    ends = [
-        (node, now)
-        for (_, node), (_, now) in zip(before.outputs, after.outputs, strict=True)
-        if match.error(node, now, old, new)[0] > tolerance(old[node][0])
-    ]
-    if not ends:
-        return None
-    wanted = ancestors(node for node, _ in ends)
-    for node in before.graph.nodes:
-        computed = node.op == "call_function" and node in wanted and node.target not in UNINITIALIZED
-        image = images.get(producer(node)) if computed else None
-        if image is None or image not in new:
-            continue
-        error, rank = match.error(node, image, old, new)
-        if error > tolerance(old[node][0]):
-            return Difference(node, error, rank)
-    node, now = ends[0]
-    return Difference(node, *match.error(node, now, old, new), moved=True)
+    axis = next(axis for axis in after.axes if axis not in before.axes)
+    children = _children(own_mesh(before), own_mesh(after))
+
+    def stands_for(image: fx.Node, rank: int) -> list[Tensor]:
+        return combinations([new[image][child] for child in children[rank]], image.meta["layout"][axis])
+
+    pairs = {
+        node: image
+        for node in before.graph.nodes
+        if node.op == "call_function" and (image := images.get(producer(node))) is not None and image in new
+    }
+    return _first(before, after, pairs, old, stands_for)
 
 
 def first_rewritten(before: Program, after: Program, old: Values, new: Values) -> Difference | None:
@@ -111,24 +102,87 @@ def first_rewritten(before: Program, after: Program, old: Values, new: Values) -
         old: All values of `before`.
         new: All values of `after`.
     """
-    ends = [
-        (node, now)
-        for (_, node), (_, now) in zip(before.outputs, after.outputs, strict=True)
-        if _same_ranks(node, now, old, new)[0] > tolerance(old[node][0])
-    ]
-    if not ends:
-        return None
     now_of = {node.name: node for node in after.graph.nodes}
-    wanted, later = ancestors(node for node, _ in ends), ancestors(now for _, now in ends)
+    pairs = {
+        node: now
+        for node in before.graph.nodes
+        if node.op == "call_function" and (now := now_of.get(node.name)) is not None and now.target == node.target
+    }
+    return _first(before, after, pairs, old, lambda now, rank: [new[now][rank]])
+
+
+StandsFor = Callable[[fx.Node, int], Sequence[Tensor]]  # the values that a node stands for on one rank of before
+
+
+def _first(
+    before: Program, after: Program, pairs: Mapping[fx.Node, fx.Node], old: Values, stands_for: StandsFor
+) -> Difference | None:
+    """The first value that differs by more than rounding and by more than what it is made of.
+
+    Only those are looked at on which a result depends that differs.
+    """
+    apart: dict[fx.Node, _Apart] = {}
+    ends = [
+        (node, found)
+        for (_, node), (_, now) in zip(before.outputs, after.outputs, strict=True)
+        if (found := _compare(node, now, old, stands_for)).differs
+    ]
+    wanted = ancestors(node for node, _ in ends)
     for node in before.graph.nodes:
-        now = now_of.get(node.name)
-        if node not in wanted or now not in later or now.target != node.target or node.op != "call_function":
+        if node not in wanted or node not in pairs or node.target in UNINITIALIZED:
             continue
-        error, rank = _same_ranks(node, now, old, new)
-        if error > tolerance(old[node][0]):
-            return Difference(node, error, rank)
-    node, now = ends[0]
-    return Difference(node, *_same_ranks(node, now, old, new), moved=True)
+        if isinstance(old[node][0], (tuple, list)):
+            continue  # its parts are nodes
+        found = apart[node] = _compare(node, pairs[node], old, stands_for)
+        made_of = max((apart[n].error for n in _made_of(node) if n in apart), default=0.0)
+        if found.differs and found.error > MORE * made_of:
+            return Difference(node, found.error / found.scale, found.rank)
+    for node, found in ends:
+        if node not in apart or found.error > MORE * apart[node].error:
+            return Difference(node, found.error / found.scale, found.rank, moved=True)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """How far apart values are: the greatest difference, the largest element, on which rank, and what rounding is."""
+
+    error: float = 0.0
+    scale: float = 1.0
+    rank: int = 0
+    rounding: float = 0.0
+
+    @property
+    def differs(self) -> bool:
+        """Whether by more than rounding."""
+        return self.error > self.rounding * self.scale
+
+
+def _compare(node: fx.Node, now: fx.Node, old: Values, stands_for: StandsFor) -> _Apart:
+    """The rank where a value differs most."""
+    worst = _Apart()
+    for rank, want in enumerate(old[node]):
+        scale = _scale([want, *(old[n][rank] for n in _made_of(node))])
+        try:
+            error = max(_apart(found, want) for found in stands_for(now, rank))
+        except RuntimeError:  # parts that do not go together
+            error = float("inf")
+        found = _Apart(error, scale, rank, tolerance(want))
+        worst = max(worst, found, key=lambda a: a.error / a.scale)
+    return worst
+
+
+def _made_of(node: fx.Node) -> list[fx.Node]:
+    return producer(node)[0].all_input_nodes
+
+
+def _children(old: Mesh, new: Mesh) -> list[list[int]]:
+    """For each rank, those along the new axis that hold the parts of what it held."""
+    place_of = [new.coordinate(rank) for rank in range(new.size)]
+    return [
+        [r for r, at in enumerate(place_of) if all(at.get(a, 0) == i for a, i in old.coordinate(rank).items())]
+        for rank in range(old.size)
+    ]
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -150,51 +204,6 @@ def tolerance(value: Any) -> float:
     return TOLERANCE.get(value.dtype, 2e-2)
 
 
-class _Match:
-    """Finds the ranks along the new axis that hold the parts of what one rank held before."""
-
-    def __init__(self, before: Program, after: Program) -> None:
-        self.axis = next(axis for axis in after.axes if axis not in before.axes)
-        old, new = own_mesh(before), own_mesh(after)
-        place_of = [new.coordinate(rank) for rank in range(new.size)]
-        self.children = [
-            [r for r, at in enumerate(place_of) if all(at.get(a, 0) == i for a, i in old.coordinate(rank).items())]
-            for rank in range(old.size)
-        ]
-
-    def error(self, node: fx.Node, image: fx.Node, old: Values, new: Values) -> tuple[float, int]:
-        """The greatest difference over all ranks, and where."""
-        if isinstance(old[node][0], (tuple, list)):
-            return 0.0, 0  # its parts are nodes
-        layout: Layout = image.meta["layout"]
-        placement, worst = layout[self.axis], (0.0, 0)
-        for rank, children in enumerate(self.children):
-            want, parts = old[node][rank], [new[image][child] for child in children]
-            scale = _scale([want, *_inputs(node, old, rank), *parts])
-            try:
-                found = combinations(parts, placement)
-            except RuntimeError:  # parts that do not go together
-                return float("inf"), rank
-            error = max(_apart(value, want, scale) for value in found)
-            worst = max(worst, (error, rank), key=lambda w: w[0])
-        return worst
-
-
-def _same_ranks(node: fx.Node, now: fx.Node, old: Values, new: Values) -> tuple[float, int]:
-    if isinstance(old[node][0], (tuple, list)):
-        return 0.0, 0
-    errors = [
-        (_apart(b, a, _scale([a, *_inputs(node, old, rank)])), rank)
-        for rank, (a, b) in enumerate(zip(old[node], new[now], strict=True))
-    ]
-    return max(errors, key=lambda e: e[0])
-
-
-def _inputs(node: fx.Node, values: Values, rank: int) -> Iterator[Any]:
-    for used in producer(node)[0].all_input_nodes:
-        yield values[used][rank]
-
-
 def _scale(values: Iterable[Any]) -> float:
     """The largest finite element: what is nothing but for rounding is measured by what it was made of."""
     largest = SMALL
@@ -204,7 +213,7 @@ def _scale(values: Iterable[Any]) -> float:
     return largest
 
 
-def _apart(found: Tensor, want: Tensor, scale: float) -> float:
+def _apart(found: Tensor, want: Tensor) -> float:
     if found.shape != want.shape or found.dtype != want.dtype:
         return float("inf")
     if not (want.is_floating_point() or want.is_complex()):
@@ -214,4 +223,4 @@ def _apart(found: Tensor, want: Tensor, scale: float) -> float:
         return float("inf")
     if not torch.equal(found[~both].nan_to_num(1.0), want[~both].nan_to_num(1.0)):
         return float("inf")
-    return float((found - want)[both].abs().max().item()) / scale if both.any() else 0.0
+    return float((found - want)[both].abs().max().item()) if both.any() else 0.0

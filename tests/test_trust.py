@@ -357,3 +357,12 @@ def test_real_ranks_agree_on_what_went_bad_and_change_nothing(pools, kind):
 
 def test_real_ranks_agree_that_all_is_finite(pools):
     assert pools(2).run(trust_jobs.where_it_goes_bad, "none") == [("None", True)] * 2
+
+
+def test_the_code_of_the_page_runs_from_top_to_bottom(capsys):
+    text = (Path(__file__).parent.parent / "docs" / "trust.md").read_text()
+    code = "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    exec(compile(code, "trust.md", "exec"), {"__name__": "docs"})
+    out = capsys.readouterr().out
+    assert out.startswith("equal: max error ") and "(1 output, 2 parameters, 6 optimizer states a step)" in out
+    assert "-inf at [2] on rank 1, 2 in all there\n  at   %log : f32[4/2] S(0)@dp = aten.log(%sqrt)" in out

@@ -70,12 +70,17 @@ def rank(index: int, port: int, given: argparse.Namespace) -> None:
         step._cache.find(Signature.of(again.spec, again.names, again.leaves), call.leaves)
 
     for run in range(given.runs):
-        off, on = _interleaved(given.steps, lambda: executor(leaves, inputs), lambda: step(model, optimizer, x, y))
+        off, on, apart = _interleaved(
+            given.steps, lambda: executor(leaves, inputs), lambda: step(model, optimizer, x, y)
+        )
+        alone = _seconds(look, 200)
         if index == 0:
             print(
-                f"run {run + 1}: median of {given.steps} steps without checks {off * 1e3:.3f} ms, with "
-                f"{on * 1e3:.3f} ms: {100 * (on / off - 1):+.2f} %", flush=True,
-            )  # fmt: skip
+                f"run {run + 1}, {given.steps} steps each: median without checks {off * 1e3:.3f} ms, with "
+                f"{on * 1e3:.3f} ms ({100 * (on / off - 1):+.2f} %), of the pairs' differences {apart * 1e3:+.3f} ms "
+                f"({100 * apart / off:+.2f} %); the checks alone {alone * 1e3:.3f} ms ({100 * alone / off:.2f} %)",
+                flush=True,
+            )
     checks = _seconds(lambda i: executor.replicas.check(f"bench/{i}", inputs), 10)
     size = sum(t.nbytes for t in inputs) / 2**20
     if index == 0:
@@ -87,7 +92,10 @@ def rank(index: int, port: int, given: argparse.Namespace) -> None:
 
 
 def _interleaved(steps: int, one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float, float]:
-    """Medians of both and of the differences of pairs, in seconds; which of the two comes first alternates, and ranks start together."""
+    """Medians of both and of the differences of pairs, in seconds.
+
+    Which of the two comes first alternates, and ranks start together.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(steps):
         for which in (i % 2, 1 - i % 2):

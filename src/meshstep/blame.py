@@ -19,6 +19,7 @@ from .layout import placement_text
 from .passes import Pipeline
 from .passes.pipeline import Pass, pass_text
 from .phases import Partitioned
+from .plan.calls import tensor_nodes
 from .rules import Rule
 from .rules.user import origin
 from .runtime.lockstep import Difference, all_values, first_partitioned, first_rewritten, split_inputs
@@ -96,16 +97,24 @@ def _by_rule(stage: Partitioned, found: Difference, values: dict[fx.Node, list])
     small, edge = piece.around(stage.before, node, 1)
     given = piece.lies_along(edge, stage.images, axis)
     inputs = _inputs(edge, values)
-    wrong = not found.moved and piece.rule_difference(small, given, rule, inputs) is not None
+    if found.moved or piece.rule_difference(small, given, rule, inputs) is None:
+        return _culprit(stage.before, found, f"the redistribution of what is returned along {axis!r}", None)
     made_by = f"the rule {_rule_text(rule)} of {op_text(node.target)} along {axis!r}"
-    written = origin(node.target) if wrong else None  # type: ignore[arg-type]
-    if not wrong:
-        return _culprit(stage.before, found, f"the redistribution of it or of its inputs along {axis!r}", None)
+    written = origin(node.target)  # type: ignore[arg-type]
+    if piece.rule_difference(small, _as_the_rule_wants(node, edge, rule), rule, inputs) is None:
+        moved = f"{_placements(given)} to {_placements(rule.inputs)}"
+        made_by, written = f"the redistribution of its inputs from {moved} along {axis!r}", None
     check = f"check_rule({piece.texts(given)}, {piece.texts(rule.inputs)}, {piece.texts(rule.outputs)}, __file__)"
     title = f"{value_text(found.node)}: {made_by} gives other numbers than one device."
     text = piece.source(small, check, title, [written[1]] if written and written[1] else [])
     where = f" ({written[0]})" if written else ""
     return _culprit(stage.before, found, made_by + where, _saved(text, found.node, inputs))
+
+
+def _as_the_rule_wants(node: fx.Node, edge: Sequence[fx.Node], rule: Rule) -> list[Placement]:
+    """How the inputs of a call must lie so that none has to be moved."""
+    wanted = dict(zip(reversed(tensor_nodes(node)), reversed(rule.inputs), strict=True))
+    return [wanted[used] for used in edge]
 
 
 def _rule_text(rule: Rule) -> str:

@@ -2,9 +2,10 @@
 
     python -m bench.checks [--workload gpt_small] [--steps 200] [--runs 3] [--backend eager]
 
-Without: the compiled program on the tensors of the call, as if nothing could ever change. With: the call as users make
-it (types of all arguments, state that is still what was compiled for, the seed). Compared are medians; `check_every`
-adds one comparison of all replicated state every so many calls, whose time is given by itself.
+Without: arguments are bound, the tensors of modules and optimizers taken, and the program run, as if nothing could ever
+change. With: the call as users make it, which also sees that types, Python values, modes and state are those that the
+program was compiled for. Compared are medians, and what a call spends outside of the program by itself, which other
+work on the machine disturbs less. `check_every` adds one comparison of all replicated state every so many calls.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,6 @@ import torch.multiprocessing as mp
 import meshstep as ms
 from meshstep.arguments import bind_call
 from meshstep.runtime.execute import LocalExecutor
-from meshstep.runtime.signature import Signature
 
 from .workloads import WORKLOADS
 
@@ -49,38 +50,45 @@ def rank(index: int, port: int, given: argparse.Namespace) -> None:
         return loss
 
     x, y = (t.chunk(2)[index].clone() for t in work.batch(0))
-    seen: dict[str, tuple] = {}
+    seen: dict[str, Any] = {}
     called = LocalExecutor.__call__
 
     def noted(self: LocalExecutor, leaves: list, inputs: list) -> object:
-        seen["last"] = (self, leaves, inputs)
-        return called(self, leaves, inputs)
+        seen["call"], began = (self, leaves, inputs), time.perf_counter()
+        found = called(self, leaves, inputs)
+        seen["inside"] = time.perf_counter() - began
+        return found
 
     LocalExecutor.__call__ = noted  # type: ignore[method-assign]
     for _ in range(WARM_UP):
         step(model, optimizer, x, y)
-    LocalExecutor.__call__ = called  # type: ignore[method-assign]
-    executor, leaves, inputs = seen["last"]
-    call = bind_call(step._signature, (model, optimizer, x, y), {})
+    executor, _, inputs = seen["call"]
+    bound = step._cache._entries[-1].guards._quick
+    outside: tuple[list[float], list[float]] = ([], [])
 
-    def look(_: int) -> None:
-        """All that is looked at in a call, without the call."""
-        step._seed.begin()
-        again = bind_call(step._signature, (model, optimizer, x, y), {})
-        step._cache.find(Signature.of(again.spec, again.names, again.leaves), call.leaves)
+    def unchecked() -> None:
+        began = time.perf_counter()
+        call = bind_call(step._signature, (model, optimizer, x, y), {})
+        executor(call.leaves, bound.tensors(bound.take(), call.leaves))
+        outside[0].append(time.perf_counter() - began - seen["inside"])
+
+    def checked() -> None:
+        began = time.perf_counter()
+        step(model, optimizer, x, y)
+        outside[1].append(time.perf_counter() - began - seen["inside"])
 
     for run in range(given.runs):
-        off, on, apart = _interleaved(
-            given.steps, lambda: executor(leaves, inputs), lambda: step(model, optimizer, x, y)
-        )
-        alone = _seconds(look, 200)
+        times = _interleaved(given.steps, unchecked, checked)
+        off, on = map(statistics.median, outside)
+        for found in outside:
+            found.clear()
         if index == 0:
+            share = 100 * (on - off) / statistics.median(times[0])
             print(
-                f"run {run + 1}, {given.steps} steps each: median without checks {off * 1e3:.3f} ms, with "
-                f"{on * 1e3:.3f} ms ({100 * (on / off - 1):+.2f} %), of the pairs' differences {apart * 1e3:+.3f} ms "
-                f"({100 * apart / off:+.2f} %); the checks alone {alone * 1e3:.3f} ms ({100 * alone / off:.2f} %)",
-                flush=True,
-            )
+                f"run {run + 1}, {given.steps} steps each: {_told(*times)}; outside of the program {off * 1e3:.3f} and "
+                f"{on * 1e3:.3f} ms a call: {share:+.2f} %", flush=True,
+            )  # fmt: skip
+    on = statistics.median(times[1])
     checks = _seconds(lambda i: executor.replicas.check(f"bench/{i}", inputs), 10)
     size = sum(t.nbytes for t in inputs) / 2**20
     if index == 0:
@@ -91,11 +99,8 @@ def rank(index: int, port: int, given: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def _interleaved(steps: int, one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float, float]:
-    """Medians of both and of the differences of pairs, in seconds.
-
-    Which of the two comes first alternates, and ranks start together.
-    """
+def _interleaved(steps: int, one: Callable[[], object], other: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Seconds of both; which of the two comes first alternates, and ranks start together."""
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(steps):
         for which in (i % 2, 1 - i % 2):
@@ -103,8 +108,17 @@ def _interleaved(steps: int, one: Callable[[], object], other: Callable[[], obje
             began = time.perf_counter()
             (one, other)[which]()
             times[which].append(time.perf_counter() - began)
-    differences = [b - a for a, b in zip(*times, strict=True)]
-    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(differences)
+    return times
+
+
+def _told(off: list[float], on: list[float]) -> str:
+    """Medians, and the quarter of the steps that others on the machine disturbed least."""
+    a, b = statistics.median(off), statistics.median(on)
+    quick, quick_on = statistics.quantiles(off, n=4)[0], statistics.quantiles(on, n=4)[0]
+    return (
+        f"median without checks {a * 1e3:.3f} ms, with {b * 1e3:.3f} ms ({100 * (b / a - 1):+.2f} %); "
+        f"lower quartile {quick * 1e3:.3f} and {quick_on * 1e3:.3f} ms ({100 * (quick_on / quick - 1):+.2f} %)"
+    )
 
 
 def _seconds(call: Callable[[int], object], times: int) -> float:

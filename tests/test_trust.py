@@ -387,6 +387,23 @@ def test_a_mask_of_infinities_is_meant_and_a_row_that_is_all_masked_is_not():
     assert "softmax" in found.value
 
 
+def test_looking_for_bad_numbers_does_not_change_the_random_numbers_of_later_steps():
+    def noisy(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5)
+
+    def run(looks: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        step, found = ms.simulate(noisy, mesh=ms.Mesh(dp=2)), []
+        for _ in range(3):
+            if looks:
+                assert step.find_non_finite(torch.ones(64)) is None
+            found.append(step(torch.ones(64)))
+        return found
+
+    for looked, not_looked in zip(run(True), run(False), strict=True):
+        assert torch.equal(looked, not_looked)
+
+
 def test_what_a_collective_makes_infinite_is_found():
     def narrow(x: Tensor) -> Tensor:
         return x.sum()

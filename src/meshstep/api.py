@@ -171,12 +171,11 @@ class Step(ABC):
             args: As for a call.
             kwargs: Likewise.
         """
-        self._seed.begin()
-        call = bind_call(self._signature, args, kwargs)
-        mesh = self._mesh()
-        layouts, captured = self._captured(call, mesh)
-        local, _ = self._partitioned(call, captured, layouts, mesh, passes=Pipeline(()))
-        inputs = Guards(captured, local).bind(call.leaves)
+        call, mesh = bind_call(self._signature, args, kwargs), self._mesh()
+        with self._seed.ahead():
+            layouts, captured = self._captured(call, mesh)
+            local, _ = self._partitioned(call, captured, layouts, mesh, passes=Pipeline(()))
+            inputs = Guards(captured, local).bind(call.leaves)
         assert not isinstance(inputs, str), inputs
         return self._non_finite(captured, local, inputs)
 
@@ -380,11 +379,10 @@ class SimulatedStep(Step):
             args: As for a call. Nothing of the caller's is changed.
             kwargs: Likewise.
         """
-        self._seed.begin()
-        call = bind_call(self._signature, args, kwargs)
-        mesh = self._mesh()
-        layouts, captured = self._captured(call, mesh)
-        inputs = Guards(captured, captured.program).bind(call.leaves)
+        call, mesh = bind_call(self._signature, args, kwargs), self._mesh()
+        with self._seed.ahead():
+            layouts, captured = self._captured(call, mesh)
+            inputs = Guards(captured, captured.program).bind(call.leaves)
         assert not isinstance(inputs, str), inputs
         stages = partitions(
             captured.program,

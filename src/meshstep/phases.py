@@ -12,6 +12,7 @@ from .ir.verifier import verify_program
 from .partition import partition
 from .passes import DEFAULT, PassRecord, Pipeline
 from .plan.decide import decide
+from .plan.decision import Stage
 from .plan.plan import Plan
 from .plan.state import named_placements
 
@@ -26,6 +27,7 @@ def local_program(
     whole_outputs: bool = False,
     passes: Pipeline | None = None,
     observe: Callable[[PassRecord], Any] | None = None,
+    decided: Callable[[Stage], Any] | None = None,
 ) -> tuple[Program, Plan]:
     """Plan and partition a program along every axis of its mesh.
 
@@ -39,6 +41,7 @@ def local_program(
         whole_outputs: Whether user outputs come back whole.
         passes: What runs over the local program; None is the default pipeline.
         observe: Told what each pass did.
+        decided: Told what was decided along each axis.
 
     Returns:
         The local program, and the plan with the placement of every value.
@@ -49,8 +52,10 @@ def local_program(
     plan.check(program.mesh)
     named, plans = named_placements(program, plan), []
     for axis in program.mesh.axes:
-        decision, decided = decide(program, plan[axis], placements(axis), named=named, whole_outputs=whole_outputs)
-        plans.append(decided)
+        decision, axis_plan = decide(program, plan[axis], placements(axis), named=named, whole_outputs=whole_outputs)
+        plans.append(axis_plan)
+        if decided is not None:
+            decided(Stage(program, decision))
         program = partition(program, decision)
     verify_program(program, by="partition")
     return (passes or DEFAULT)(program, observe), Plan(tuple(plans))

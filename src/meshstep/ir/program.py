@@ -12,6 +12,7 @@ Every node of the graph carries in `node.meta`:
     "recomputed" whether it is computed again for a backward instead of being held
     "regather" for an all_gather: what it gathers is kept in shards and may be gathered again instead of being held
     "why"      for a collective: which value and consumer disagreed
+    "causes"   for a collective: likewise, a `Cause` for each value that rides in it
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class Communication:
 def communication(program: Program) -> tuple[Communication, ...]:
     """All that a program sends, in program order."""
     return tuple(
-        _record(node, program.mesh)
+        record(node, program.mesh)
         for node in program.graph.nodes
         if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
     )
@@ -280,7 +281,8 @@ def collective_order(program: Program) -> tuple[str, ...]:
     )
 
 
-def _record(node: fx.Node, mesh: Mesh) -> Communication:
+def record(node: fx.Node, mesh: Mesh) -> Communication:
+    """What one collective sends."""
     axis, sent = axis_of(node.target, node.args), node.args[0].meta["type"]  # type: ignore[union-attr]
     return Communication(
         kind=name_of(node.target),

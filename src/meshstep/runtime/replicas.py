@@ -58,7 +58,7 @@ class Replicas:
         if not self._held:
             return
         with torch.no_grad():
-            sums = torch.stack([checksum(_local(inputs[i])).cpu() for i, _, _ in self._held]).tolist()
+            sums = _numbers([checksum(_local(inputs[i])) for i, _, _ in self._held])
         said = [f"{sum_ & 2**64 - 1:016x}" for sum_ in sums]
         digests = {key: hashlib.sha256("".join(said[n] for n in of).encode()).hexdigest() for key, of in self._kinds()}
         heard = _heard(f"{topic}/digests", digests, self._name)
@@ -123,6 +123,13 @@ def _bits(ours: Tensor, theirs: Tensor, itemsize: int, within: int) -> str:
     if len(numbers) == 1:
         return f"bit {numbers[0]} of {8 * itemsize} differs"
     return f"{len(numbers)} bits of {8 * itemsize} differ"
+
+
+def _numbers(sums: Sequence[Tensor]) -> list[int]:
+    """Numbers out of 0-d tensors, each device waited for once."""
+    devices = dict.fromkeys(sum_.device for sum_ in sums)
+    found = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
+    return [next(found[sum_.device]) for sum_ in sums]
 
 
 def _strangers(heard: Sequence[Any], key: Any, mesh: Mesh, axes: str) -> list[tuple[int, list[int]]]:

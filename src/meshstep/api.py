@@ -29,6 +29,7 @@ from .override import Override, Overrides, overrides_of, stand_ins
 from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Recompute, Transform, lower, pipeline
 from .passes.lower import AxisGroup
 from .phases import local_program, partitions
+from .plan.decision import Stage
 from .plan.named import data_parallel
 from .plan.plan import Plan
 from .resizing import Compiled, Resizing
@@ -145,10 +146,10 @@ class Step(ABC):
         mesh = self._mesh()
         self.plan.check(mesh)
         layouts, captured = self._captured(call, mesh)
-        records: list[PassRecord] = []
-        local, plan = self._partitioned(call, captured, layouts, mesh, records.append)
+        records, stages = list[PassRecord](), list[Stage]()
+        local, plan = self._partitioned(call, captured, layouts, mesh, records.append, stages.append)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
-        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records))
+        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records), tuple(stages))
 
     def verify(self, *args: Any, steps: int = 5, **kwargs: Any) -> Verification:
         """Compare the plain function with the compiled program on all virtual ranks; changes nothing of the caller's.
@@ -300,6 +301,7 @@ class Step(ABC):
         mesh: Mesh,
         observe: Callable[[PassRecord], Any] | None = None,
         passes: Pipeline | None = None,
+        decided: Callable[[Stage], Any] | None = None,
     ) -> tuple[Program, Plan]:
         """The local program, and the plan with the placement of every value."""
         own = self._own_layouts(captured, mesh)
@@ -310,6 +312,7 @@ class Step(ABC):
             whole_outputs=self._options.outputs == "full",
             passes=self._options.pipeline(mesh) if passes is None else passes,
             observe=observe,
+            decided=decided,
         )
 
 

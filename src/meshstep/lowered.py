@@ -14,6 +14,7 @@ from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
 from .passes import PassRecord
 from .passes.liveness import Memory, memory
+from .plan.decision import Stage
 from .plan.plan import Plan
 from .rules import Found, OpCall, found_by_running
 
@@ -56,6 +57,7 @@ class Lowered:
         graph_module: The local program as torch runs it; the groups have the names of their axes, and what depends
             on the rank is that of rank 0.
         passes: What each pass did, and how long it took.
+        stages: What was decided along each axis, in order.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Lowered:
     plan: Plan
     graph_module: fx.GraphModule
     passes: tuple[PassRecord, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def as_text(self, stage: str = "local") -> str:
         """The text form.

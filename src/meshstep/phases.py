@@ -14,7 +14,7 @@ from .ir.verifier import verify_program
 from .partition import partition_traced
 from .passes import DEFAULT, PassRecord, Pipeline
 from .plan.decide import decide
-from .plan.decision import Decision
+from .plan.decision import Decision, Stage
 from .plan.plan import AxisPlan, Plan
 from .plan.state import named_placements
 
@@ -29,6 +29,7 @@ def local_program(
     whole_outputs: bool = False,
     passes: Pipeline | None = None,
     observe: Callable[[PassRecord], Any] | None = None,
+    decided: Callable[[Stage], Any] | None = None,
 ) -> tuple[Program, Plan]:
     """Plan and partition a program along every axis of its mesh.
 
@@ -42,6 +43,7 @@ def local_program(
         whole_outputs: Whether user outputs come back whole.
         passes: What runs over the local program; None is the default pipeline.
         observe: Told what each pass did.
+        decided: Told what was decided along each axis.
 
     Returns:
         The local program, and the plan with the placement of every value.
@@ -51,6 +53,8 @@ def local_program(
     """
     plans = []
     for stage in partitions(program, plan, placements, whole_outputs=whole_outputs):
+        if decided is not None:
+            decided(Stage(stage.before, stage.decision))
         program = stage.after
         plans.append(stage.plan)
     verify_program(program, by="partition")

@@ -12,6 +12,7 @@ Every node of the graph carries in `node.meta`:
     "recomputed" whether it is computed again for a backward instead of being held
     "regather" for an all_gather: what it gathers is kept in shards and may be gathered again instead of being held
     "why"      for a collective: which value and consumer disagreed
+    "causes"   for a collective: likewise, a `Cause` for each value that rides in it
 """
 
 from __future__ import annotations

@@ -168,7 +168,8 @@ class _Join:
         joined = self.emit(aten.cat.default, (list(values), dim), self.type.with_shape(tuple(shape)))
         sent = self.emit(op, (joined, *args), joined.meta["type"])
         count = sum(node.meta.get("count", 1) for node in self.bucket)
-        sent.meta.update(count=count, why=f"{self.first.meta['why']}; and {count - 1} more")
+        causes = tuple(cause for node in self.bucket for cause in node.meta.get("causes", ()))
+        sent.meta.update(count=count, causes=causes, why=f"{self.first.meta['why']}; and {count - 1} more")
         for key in ("regather", "again"):
             if key in self.first.meta:
                 sent.meta[key] = self.first.meta[key]

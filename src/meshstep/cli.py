@@ -8,12 +8,11 @@ import inspect
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,19 @@ import torch
 
 from .api import simulate, verify
 from .errors import InputError, MeshstepError
-from .ir.types import bytes_text
 from .lowered import Lowered
 from .mesh import Mesh
 from .plan import named
 from .plan.plan import Plan, load
+from .progress import Progress
+from .report.page import page
+from .report.summary import summary
+from .report.text import report_text
+from .report.trace import trace
 from .runtime.world import has_backends
 
 FAILED, MISUSED = 1, 2  # exit codes: what was asked is not so; it could not be asked
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTkmgt])(i?))?[bB]?")
 PLANS: dict[str, Callable[[str], Plan]] = {
     "data_parallel": named.data_parallel,
     "zero1": lambda axis: named.zero(1, axis),
@@ -64,8 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
 
-    plan = command("plan", _plan, "what each rank would hold and send, without running anything")
+    plan = command("plan", _plan, "which parallelism, what it costs, and whether it fits; nothing is run")
     _add_step(plan)
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold: 80GiB, 24GB, or bytes")
+    plan.add_argument("--html", metavar="FILE", help="write a page to look at")
+    plan.add_argument("--trace", metavar="FILE", help="write the predicted step for Perfetto or chrome://tracing")
     plan.add_argument("--save", metavar="FILE", help="write the plan with the placement of all state")
 
     check = command("verify", _verify, "prove in float64 that a mesh computes what one device computes")
@@ -93,7 +100,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         default="data_parallel",
-        help=f"a file, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the mesh if left out",
+        help=f"a file, FILE.py:FUNCTION, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the "
+        "mesh if left out",
     )
 
 
@@ -112,12 +120,20 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    lowered = _lowered(given)
-    if given.save:
-        lowered.plan.save(given.save)
-    facts = _facts(lowered)
-    print(json.dumps(facts, indent=1) if given.json else _text(facts, lowered))
-    return 0
+    limit = None if given.memory is None else _bytes(given.memory)
+    with Progress(sys.stderr) as progress:
+        progress("capturing and planning")
+        lowered = _lowered(given)
+        progress("reporting")
+        facts = lowered.facts(memory=limit)
+        if given.html:
+            Path(given.html).write_text(page(facts), encoding="utf-8")
+        if given.trace:
+            Path(given.trace).write_text(json.dumps(trace(facts)), encoding="utf-8")
+        if given.save:
+            lowered.plan.save(given.save)
+    print(json.dumps(summary(facts), indent=1) if given.json else report_text(facts).rstrip())
+    return 0 if facts.memory.fits is not False else FAILED
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -176,35 +192,6 @@ def _lowered(given: argparse.Namespace) -> Lowered:
     return step.lower(*args, **kwargs)
 
 
-def _facts(lowered: Lowered) -> dict[str, Any]:
-    sent = Counter[tuple[str, str]]()
-    counts = Counter[tuple[str, str]]()
-    for record in lowered.communication:
-        sent[record.axis, record.kind] += record.bytes
-        counts[record.axis, record.kind] += 1
-    return {
-        "mesh": str(lowered.program.mesh),
-        "calls": len(lowered.local_program.calls),
-        "memory": asdict(lowered.memory),
-        "communication": [
-            {"axis": axis, "kind": kind, "count": counts[axis, kind], "bytes": sent[axis, kind]} for axis, kind in sent
-        ],
-        "computed whole": [f"{op} ({count})" for op, count in lowered.fallbacks],
-    }
-
-
-def _text(facts: dict[str, Any], lowered: Lowered) -> str:
-    lines = [f"{facts['mesh']}, {facts['calls']} calls a rank", str(lowered.memory), "", "sent by each rank in a step:"]
-    rows = [(row["axis"], row["kind"], str(row["count"]), bytes_text(row["bytes"])) for row in facts["communication"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    lines += [] if rows else ["  nothing"]
-    if facts["computed whole"]:
-        lines += ["", f"without a rule, computed whole on every rank: {', '.join(facts['computed whole'])}"]
-    return "\n".join([*lines, "", str(lowered.plan)])
-
-
 # ---- what the words of the command line mean
 
 
@@ -258,7 +245,22 @@ def _mesh(text: str) -> Mesh:
     return Mesh(**sizes)
 
 
+def _bytes(text: str) -> int:
+    """`80GiB`, `24GB` or `1024`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{text!r} is no size", at="--memory", hint="--memory 80GiB, 24GB, or a number of bytes")
+    number, prefix, binary = found.groups()
+    power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
 def _named(text: str, mesh: Mesh) -> Plan:
+    if text.partition(":")[0].endswith(".py"):
+        made = _object(text)()
+        if not isinstance(made, Plan):
+            raise InputError(f"{text} gave a {type(made).__name__}", at="--plan", hint="a function that returns a plan")
+        return made
     if text.endswith(".json") or Path(text).is_file():
         return load(text)
     found: Plan | None = None

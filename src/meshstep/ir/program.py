@@ -262,7 +262,7 @@ class Communication:
 def communication(program: Program) -> tuple[Communication, ...]:
     """All that a program sends, in program order."""
     return tuple(
-        _record(node, program.mesh)
+        record(node, program.mesh)
         for node in program.graph.nodes
         if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
     )
@@ -281,7 +281,8 @@ def collective_order(program: Program) -> tuple[str, ...]:
     )
 
 
-def _record(node: fx.Node, mesh: Mesh) -> Communication:
+def record(node: fx.Node, mesh: Mesh) -> Communication:
+    """What one collective sends."""
     axis, sent = axis_of(node.target, node.args), node.args[0].meta["type"]  # type: ignore[union-attr]
     return Communication(
         kind=name_of(node.target),

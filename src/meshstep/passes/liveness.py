@@ -150,6 +150,21 @@ def live_bytes(program: Program) -> Curve:
     return Curve(tuple(calls), tuple(activations), tuple(temporaries))
 
 
+def held_at(program: Program, place: int) -> tuple[tuple[fx.Node, int, bool], ...]:
+    """What is held while a call runs, apart from the inputs: what made it, its bytes, and whether it is an activation.
+
+    Args:
+        program: As for `live_bytes`.
+        place: The index of the call, as `Curve.nodes` has it.
+    """
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return tuple(
+        (calls[storage.born], storage.bytes, storage.forward and storage.for_backward)
+        for storage in _Storages(program, calls).found
+        if storage.born <= place <= storage.last
+    )
+
+
 @dataclass(slots=True, eq=False)
 class _Storages:
     """Finds who makes memory, who shares it, and when it is free.

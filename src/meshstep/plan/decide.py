@@ -65,7 +65,7 @@ def decide(
     why = dict(state.reasons) | dict.fromkeys(arguments, "lies so already")
     reasons = tuple((str(slot), why[slot]) for slot in placed if slot.kind in STATE_KINDS)
     decided = replace(plan, values=values, state=lies, whole=state.whole, reasons=reasons)
-    return replace(found, allowed=left.rules), decided
+    return replace(found, allowed=left.rules, calls=calls), decided
 
 
 def _merged(program: Program, inputs: Sequence[Placement]) -> frozenset[int]:

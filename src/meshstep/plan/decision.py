@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..ir.program import Program
 from ..rules import Rule
+from .calls import Calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +24,7 @@ class Decision:
         rules: The rule of each call.
         regather: Values that are kept in shards, and gathered anew for the backward instead of being held.
         allowed: The rules that the plan left open for each call; empty if that was not noted.
+        calls: All rules of each call; None if they were not noted.
     """
 
     axis: str
@@ -31,6 +33,7 @@ class Decision:
     rules: Mapping[fx.Node, Rule]
     regather: frozenset[tuple[fx.Node, int]] = frozenset()
     allowed: Mapping[fx.Node, tuple[Rule, ...]] = field(default_factory=dict)
+    calls: Calls | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -127,8 +127,9 @@ class _Placing:
         choice = choice_of(self.plan, owner)
         stage = choice if isinstance(choice, int) else self.plan.stage
         if stage < _FROM_STAGE.get(slot.kind, 4):
-            said = self._said(owner) if isinstance(choice, int) else f"{self.plan.kind} shards no {slot.kind.value}s"
-            return REPLICATE, said if stage or isinstance(choice, int) else f"{self.plan.kind} shards no state here"
+            what = f"{slot.kind.value}s" if stage else "state"
+            said = self._said(owner) if isinstance(choice, int) else f"{self.plan.kind} shards no {what}"
+            return REPLICATE, said
         if self.parameters[owner].nbytes < self.plan.min_bytes:
             return REPLICATE, f"the parameter is smaller than {bytes_text(self.plan.min_bytes)}"
         if isinstance(choice, Placement):

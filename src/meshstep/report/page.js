@@ -420,11 +420,15 @@ function collectiveMore(row) {
   said.push(sentence("When ", `${row.times ? "the first " : ""}at ${timeText(row.start)}, ${exposed}, ${row.phase}.`));
   return said;
 }
-const slow = facts.collectives;
-if (slow.length) {
+function otherWay(row) {
+  if (!row.alternative) return "none";
+  const { price, what, open } = row.alternative;
+  return make("span", { text: signed(price), title: what }, make("span", { cls: "soft", text: `${row.times ? " each" : ""}${open ? "" : ", ruled out"}` }));
+}
+if (facts.collectives.length) {
   table($("collectives-table"), {
     noun: "collectives",
-    rows: slow,
+    rows: facts.collectives,
     group: (r) => JSON.stringify([r.kind, r.axis, r.dtype, r.bytes, r.values, r.phase, pattern(r.module), r.causes.slice(0, 1).map((c) => [pattern(c.maker.what), c.maker.source, c.maker.placement, pattern(c.user.what), c.user.source, c.user.placement])]),
     more: collectiveMore,
     sort: [4, true],
@@ -436,7 +440,7 @@ if (slow.length) {
       { title: "Time", value: (r) => r.time, show: (r) => timeText(r.time), num: true, sum: "time" },
       { title: "Exposed", value: (r) => r.exposed, show: (r) => exposedText(r.exposed), num: true, sum: "exposed" },
       { title: "Because", value: causeText, cls: "name" },
-      { title: "Cheapest other way", value: (r) => (r.alternative ? r.alternative.price : Infinity), text: (r) => (r.alternative ? r.alternative.what : ""), show: (r) => (r.alternative ? make("span", { text: signed(r.alternative.price), title: r.alternative.what }, make("span", { cls: "soft", text: r.alternative.open ? "" : " (ruled out)" })) : "none"), num: true },
+      { title: "Cheapest other way", value: (r) => (r.alternative ? r.alternative.price : Infinity), text: (r) => (r.alternative ? r.alternative.what : ""), show: (r) => otherWay(r), num: true },
       { title: "Line", value: (r) => r.source, cls: "mono" },
     ],
   });
@@ -459,6 +463,7 @@ if (facts.parameters.length) {
     group: (r) => JSON.stringify([pattern(r.name), r.dtype, r.shape, r.local, r.placements, r.why]),
     more: (row) => [
       ...row.why.map((why, i) => sentence(`${row.placements[i]} on ${axes[i]} `, why || "nothing is said of it")),
+      sentence("Whole ", `${bytesText(row.whole_bytes)} over all ranks${row.times ? ", each" : ""}.`),
       ...(row.members ? [make("p", { cls: "mono", text: row.members.map((m) => m.name).join("  ") })] : []),
     ],
     columns: [
@@ -468,7 +473,6 @@ if (facts.parameters.length) {
       { title: "Placement", value: (r) => r.placements.map((p, i) => `${p}@${axes[i]}`).join(" "), show: placements },
       { title: "On a rank", value: (r) => r.bytes, show: (r) => bytesText(r.bytes), num: true, sum: "bytes" },
       { title: "Optimizer state", value: (r) => r.state_bytes, show: (r) => bytesText(r.state_bytes), num: true, sum: "state_bytes" },
-      { title: "Whole", value: (r) => r.whole_bytes, show: (r) => bytesText(r.whole_bytes), num: true, sum: "whole_bytes" },
       { title: "Why", value: (r) => r.why.filter(Boolean).join("; "), cls: "soft clip" },
     ],
   });

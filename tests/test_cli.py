@@ -99,6 +99,8 @@ def test_plan_writes_a_page_and_a_trace_and_fails_if_it_does_not_fit(script: str
     code, out, _ = asked(capsys, *asked_for, "--memory", "1KiB")
     assert code == 0 and "Yes: " in out and "fsdp on dp=4" in out
     assert "fsdp on dp=4" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    code, out, _ = asked(capsys, *asked_for, "--device", "h100")
+    assert code == 0 and out.startswith("train_step on 4 ranks: H100 SXM") and "of 74.5 GiB a rank" in out
     code, out, _ = asked(capsys, *asked_for, "--memory", "0.1 kB")
     assert code == 1 and "of 100 B a rank" in out and "No: " in out
 
@@ -149,6 +151,7 @@ ASKED = ["plan", "SCRIPT:train_step", "--args", "SCRIPT:example_args", "--mesh",
         ([*ASKED, "--plan", "a.json"], "no plan can be read"),
         ([*ASKED, "--plan", "SCRIPT:returns_number"], "gave a int"),
         ([*ASKED, "--memory", "much"], "'much' is no size"),
+        ([*ASKED, "--device", "h10"], "no device 'h10' in the hardware table\n  at   device\n  try  'h100'"),
         (["plan", "SCRIPT:wrong_step", "--args", "SCRIPT:example_args", "--mesh", "dp=2"], "value is needed in Python"),
         (["diff", "a.json", "b.json"], "no plan can be read"),
         (["run", "-n", "2", "nothing.py"], "no file nothing.py"),

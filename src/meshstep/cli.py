@@ -22,7 +22,9 @@ from .api import simulate, verify
 from .errors import InputError, MeshstepError
 from .lowered import Lowered
 from .mesh import Mesh
+from .passes import DEFAULT
 from .plan import named
+from .plan.hardware import DEVICES
 from .plan.plan import Plan, load
 from .progress import Progress
 from .report.page import page
@@ -70,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = command("plan", _plan, "which parallelism, what it costs, and whether it fits; nothing is run")
     _add_step(plan)
-    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold: 80GiB, 24GB, or bytes")
+    plan.add_argument("--device", metavar="NAME", help=f"what the times are for: {', '.join(DEVICES)} (cpu)")
+    plan.add_argument(
+        "--memory", metavar="SIZE", help="what a rank may hold: 80GiB, 24GB; that of the device if left out"
+    )
     plan.add_argument("--html", metavar="FILE", help="write a page to look at")
     plan.add_argument("--trace", metavar="FILE", help="write the predicted step for Perfetto or chrome://tracing")
     plan.add_argument("--save", metavar="FILE", help="write the plan with the placement of all state")
@@ -125,7 +130,7 @@ def _plan(given: argparse.Namespace) -> int:
         progress("capturing and planning")
         lowered = _lowered(given)
         progress("reporting")
-        facts = lowered.facts(memory=limit)
+        facts = lowered.facts(device=given.device, memory=limit)
         if given.html:
             Path(given.html).write_text(page(facts), encoding="utf-8")
         if given.trace:
@@ -187,7 +192,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _lowered(given: argparse.Namespace) -> Lowered:
     function, make, mesh = _object(given.step), _arguments(given.args), _mesh(given.mesh)
-    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh))
+    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh), passes=DEFAULT)  # those of `compile` as it is
     args, kwargs = make(0)
     return step.lower(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
 from .passes import PassRecord
 from .passes.liveness import Memory, memory
-from .plan.cost import Hardware
+from .plan import hardware
 from .plan.decision import Stage
 from .plan.plan import Plan
 from .report.collect import facts
@@ -138,15 +138,20 @@ class Lowered:
         """What `report` and `trace` say, as plain data; nothing is run.
 
         Args:
-            device: What the times are for.
+            device: What the times are for, by its name in the hardware table; None is a CPU core with loopback.
             memory: Bytes that a rank may hold; None is what the device has, if that is known.
+
+        Raises:
+            InputError: The hardware table has no such device.
         """
+        found = hardware.device(device or "cpu")
+        limit = found.memory if memory is None else memory
         return facts(
             self.local_program,
             self.plan,
             self.stages,
-            Hardware(),
-            Device("a CPU core with loopback", memory, "Times are rough: a CPU core, and loopback between processes."),
+            found.hardware,
+            Device(found.title, limit, f"Times are predicted, by {found.source}."),
             whole=self.fallbacks,
             passes=tuple(map(str, self.passes)),
         )

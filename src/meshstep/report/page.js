@@ -3,6 +3,11 @@
 // Everything that comes from a model is set as text, never as markup.
 const facts = JSON.parse(document.getElementById("facts").textContent);
 
+for (const row of facts.collectives) {
+  row.causes = row.causes.map(([value, maker, user]) => ({ value, maker: facts.sides[maker], user: facts.sides[user] }));
+  row.alternative = facts.alternatives[row.alternative];
+}
+
 const $ = (id) => document.getElementById(id);
 function make(tag, options = {}, ...children) {
   const { text, cls, ...attributes } = options;
@@ -169,7 +174,8 @@ table($("mesh-table"), {
   ],
 });
 function exposedText(us) {
-  return us > 0.05 ? make("span", { cls: "exposed", text: timeText(us) }) : make("span", { cls: "soft", text: "hidden" });
+  if (us <= 0.05) return make("span", { cls: "soft", text: "hidden" });
+  return make("span", { cls: us > 0.02 * facts.time.step ? "exposed" : "", text: timeText(us) });
 }
 
 // ---- memory

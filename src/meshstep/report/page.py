@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .facts import Call, Facts
+from .facts import Alternative, Call, Collective, Facts, Side
 from .words import Answer, answers, count_text
 
 POINTS = 800  # of the memory curve
@@ -51,11 +52,16 @@ def _file(name: str) -> str:
 
 def _answer(answer: Answer) -> str:
     kind = {True: " good", False: " bad", None: ""}[answer.good]
-    details = "".join(f"<li>{escape(detail)}</li>" for detail in answer.details)
+    details = "".join(f"<li>{_together(detail)}</li>" for detail in answer.details)
     return (
         f'<div class="answer{kind}"><h2>{escape(answer.question)}</h2>'
-        f'<p class="headline">{escape(answer.headline)}</p><ul>{details}</ul></div>'
+        f'<p class="headline">{_together(answer.headline)}</p><ul>{details}</ul></div>'
     )
+
+
+def _together(text: str) -> str:
+    """Escaped, and no line is broken between a figure and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|[KMGT]?i?B|us|ms|s)\b|%)", "&nbsp;", escape(text))
 
 
 def _footer(facts: Facts) -> list[str]:
@@ -84,10 +90,30 @@ def _data(facts: Facts) -> dict[str, Any]:
         "memory": asdict(facts.memory),
         "curve": _curve(facts.calls),
         "parameters": [asdict(parameter) for parameter in facts.parameters],
-        "collectives": [asdict(collective) for collective in facts.collectives],
+        **_collectives(facts.collectives),
         "strings": list(strings),
         "calls": shared | own,
     }
+
+
+def _collectives(found: Sequence[Collective]) -> dict[str, Any]:
+    """What many share (sides of disagreements, alternatives) stands once, and each has its number."""
+    sides: dict[Side, int] = {}
+    alternatives: dict[Alternative | None, int] = {}
+
+    def number(side: Side) -> int:
+        return sides.setdefault(side, len(sides))
+
+    rows = [
+        asdict(replace(collective, causes=(), alternative=None, why="" if collective.causes else collective.why))
+        | {"causes": [[cause.value, number(cause.maker), number(cause.user)] for cause in collective.causes]}
+        | {"alternative": alternatives.setdefault(collective.alternative, len(alternatives))}
+        | {key: _short(getattr(collective, key)) for key in ("time", "exposed")}
+        | {"start": round(collective.start, 1)}
+        for collective in found
+    ]
+    others = [other and asdict(other) for other in alternatives]
+    return {"collectives": rows, "sides": list(map(asdict, sides)), "alternatives": others}
 
 
 def _short(value: float) -> float:

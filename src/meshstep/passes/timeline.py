@@ -11,6 +11,7 @@ from ..ir.collectives import COLLECTIVES, SENDS_NOTHING, axis_of, bytes_sent
 from ..ir.program import Program, is_part
 from ..ir.types import TensorType
 from ..plan.cost import Hardware
+from .liveness import may_be_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def _sending(node: fx.Node, program: Program, hardware: Hardware) -> tuple[int, 
 
 
 def _computing(node: fx.Node, hardware: Hardware) -> float:
+    if may_be_view(node):
+        return 0.0
     inputs = [type_ for before in node.all_input_nodes for type_ in _types(before) if type_ is not None]
     return hardware.computation(node.target, inputs, _types(node), 1)
 

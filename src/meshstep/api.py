@@ -147,7 +147,7 @@ class Step(ABC):
         self.plan.check(mesh)
         layouts, captured = self._captured(call, mesh)
         records, stages = list[PassRecord](), list[Stage]()
-        local, plan = self._partitioned(call, captured, layouts, mesh, records.append, stages.append)
+        local, plan = self._partitioned(call, captured, layouts, mesh, records.append, decided=stages.append)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
         return Lowered(captured.program, local, plan, lower(local, groups), tuple(records), tuple(stages))
 

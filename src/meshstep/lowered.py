@@ -144,13 +144,13 @@ class Lowered:
         Raises:
             InputError: The hardware table has no such device.
         """
-        found = hardware.device(device or "cpu")
-        limit = found.memory if memory is None else memory
+        found = hardware.get(device or "cpu")
+        limit = found.capacity if memory is None else memory
         return facts(
             self.local_program,
             self.plan,
             self.stages,
-            found.hardware,
+            found,
             Device(found.title, limit, f"Times are predicted, by {found.source}."),
             whole=self.fallbacks,
             passes=tuple(map(str, self.passes)),

@@ -150,6 +150,11 @@ def live_bytes(program: Program) -> Curve:
     return Curve(tuple(calls), tuple(activations), tuple(temporaries))
 
 
+def views(program: Program) -> frozenset[fx.Node]:
+    """The calls whose values lie in the memory of what they read: those compute nothing."""
+    return frozenset(_Storages(program, [node for node in program.graph.nodes if node.op == "call_function"]).views)
+
+
 @dataclass(slots=True, eq=False)
 class _Storages:
     """Finds who makes memory, who shares it, and when it is free.
@@ -160,6 +165,7 @@ class _Storages:
     program: Program
     calls: list[fx.Node]
     found: list[_Storage] = field(default_factory=list)
+    views: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         done_in_place = in_place(self.program)
@@ -170,6 +176,8 @@ class _Storages:
             for used in node.all_input_nodes:
                 self._use(held.get(used, ()), i, bool(node.meta.get("backward")))
             values[node], shared = _value(node, values)
+            if shared:
+                self.views.add(node)
             if node in done_in_place:
                 held[node] = []
             elif shared:

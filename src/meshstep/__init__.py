@@ -1,6 +1,6 @@
 """Compiles a single-device PyTorch train step into one program for a mesh of devices, and proves it equal."""
 
-from . import _torch, checkpoint, rules
+from . import _torch, checkpoint, hardware, rules
 from .api import CompiledStep, SimulatedStep, compile, simulate, verify  # noqa: A004
 from .arguments import dynamic
 from .batch_norm import LocalBatchNorm
@@ -71,6 +71,7 @@ __all__ = [
     "distribute",
     "dynamic",
     "get_registry",
+    "hardware",
     "init",
     "materialize",
     "plans",

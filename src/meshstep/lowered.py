@@ -17,6 +17,7 @@ from .ir.printer import op_text, program_text
 from .ir.program import Communication, Program, communication
 from .passes import PassRecord
 from .passes.liveness import Memory, memory
+from .passes.timeline import Timeline, timeline
 from .plan import hardware
 from .plan.decision import Stage
 from .plan.plan import Plan
@@ -111,6 +112,23 @@ class Lowered:
         """What a rank holds at most, in bytes, and where."""
         return memory(self.local_program)
 
+    def timeline(self, device: hardware.Hardware | str | None = None, backend: str = "eager") -> Timeline:
+        """The predicted step of one rank: when each call would run, and the sums; times are in us.
+
+        Args:
+            device: Gives the times: hardware, or its name in the table; None is a CPU core with loopback.
+            backend: "eager" or "inductor", which fuses elementwise calls.
+
+        Raises:
+            InputError: The hardware table has no such device.
+        """
+        found = device if isinstance(device, hardware.Hardware) else hardware.get(device or "cpu")
+        return timeline(self.local_program, found, backend)
+
+    def cost(self, device: hardware.Hardware | str | None = None, backend: str = "eager") -> float:
+        """Predicted time of a step, in us; the arguments are those of `timeline`."""
+        return self.timeline(device, backend).total
+
     @property
     def fallbacks(self) -> tuple[tuple[str, int], ...]:
         """Ops that have no sharding rule and are computed whole on every rank, each with its number of calls."""
@@ -144,13 +162,13 @@ class Lowered:
         Raises:
             InputError: The hardware table has no such device.
         """
-        found = hardware.device(device or "cpu")
-        limit = found.memory if memory is None else memory
+        found = hardware.get(device or "cpu")
+        limit = found.capacity if memory is None else memory
         return facts(
             self.local_program,
             self.plan,
             self.stages,
-            found.hardware,
+            found,
             Device(found.title, limit, f"Times are predicted, by {found.source}."),
             whole=self.fallbacks,
             passes=tuple(map(str, self.passes)),

@@ -54,7 +54,7 @@ def local_program(
     plans = []
     for stage in partitions(program, plan, placements, whole_outputs=whole_outputs):
         if decided is not None:
-            decided(Stage(program, stage.decision))
+            decided(Stage(stage.before, stage.decision))
         program = stage.after
         plans.append(stage.plan)
     verify_program(program, by="partition")

@@ -165,6 +165,11 @@ def held_at(program: Program, place: int) -> tuple[tuple[fx.Node, int, bool], ..
     )
 
 
+def views(program: Program) -> frozenset[fx.Node]:
+    """The calls whose values lie in the memory of what they read: those compute nothing."""
+    return frozenset(_Storages(program, [node for node in program.graph.nodes if node.op == "call_function"]).views)
+
+
 @dataclass(slots=True, eq=False)
 class _Storages:
     """Finds who makes memory, who shares it, and when it is free.
@@ -175,6 +180,7 @@ class _Storages:
     program: Program
     calls: list[fx.Node]
     found: list[_Storage] = field(default_factory=list)
+    views: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         done_in_place = in_place(self.program)
@@ -185,6 +191,8 @@ class _Storages:
             for used in node.all_input_nodes:
                 self._use(held.get(used, ()), i, bool(node.meta.get("backward")))
             values[node], shared = _value(node, values)
+            if shared:
+                self.views.add(node)
             if node in done_in_place:
                 held[node] = []
             elif shared:

@@ -1,7 +1,7 @@
 """Rough times, good enough to choose between placements: all in microseconds.
 
-The figures are those of one CPU core with loopback between processes; a hardware table and a calibration come with
-`plans.auto`. A named plan pins what it promises, so that it does not hang on them.
+The figures are those of one CPU core with loopback between processes; those of devices are in `hardware.py`. A named
+plan pins what it promises, so that it does not hang on them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class Hardware:
         """What a link carries in ten times the latency of a collective of `size` ranks, by a tree."""
         return int(10 * self.latency * max(1.0, math.log2(size)) * self.link)
 
-    def redistribution(self, type_: TensorType, source: Placement, target: Placement, size: int) -> float | None:
+    def redistribution(
+        self, type_: TensorType, source: Placement, target: Placement, size: int, stride: int = 1
+    ) -> float | None:
         """Time of changing the placement of a value of (whole) `type_` over `size` ranks; None if that cannot be.
+
+        Ranks of any `stride` are equally far here; `hardware.Hardware` knows of nodes.
 
         Source: cost of ring collectives, Thakur, Rabenseifner & Gropp 2005.
         """

@@ -28,7 +28,7 @@ function bytesText(n) {
 function timeText(us) {
   if (Math.abs(us) >= 1e6) return `${precise(us / 1e6)} s`;
   if (Math.abs(us) >= 1e3) return `${precise(us / 1e3)} ms`;
-  return `${precise(us)} us`;
+  return us !== 0 && Math.abs(us) < 0.01 ? "<0.01 us" : `${precise(us)} us`;
 }
 const signed = (us) => (us < 0 ? "\u2212" : "+") + timeText(Math.abs(us));
 const pattern = (name) => name.replace(/(^|[.])\d+(?=$|[.])/g, "$1*");
@@ -109,7 +109,7 @@ function table(place, { columns, rows, group, more, noun, sort }) {
     for (const column of columns) {
       const cell = make("td", { cls: column.num ? "num" : column.cls || "" });
       const value = column.show ? column.show(row) : column.value(row);
-      cell.append(value instanceof Node ? value : String(value));
+      cell.append(value instanceof Node ? value : typeof value === "number" ? value.toLocaleString("en") : String(value));
       made.append(cell);
     }
     if (more) {
@@ -422,8 +422,9 @@ function collectiveMore(row) {
     const verdict = other.open ? open : `${kindOf[row.axis]} rules it out`;
     said.push(sentence("Instead ", `${other.what}: ${price}; ${verdict}.`));
   } else if (row.causes.length) said.push(sentence("Instead ", "no other rule makes this unnecessary."));
-  const exposed = row.exposed > 0.05 ? `${timeText(row.exposed)} of it exposed` : "hidden behind compute";
-  said.push(sentence("When ", `${row.times ? "the first " : ""}at ${timeText(row.start)}, ${exposed}, ${row.phase}.`));
+  const all = row.times ? `the ${row.times} together ` : "";
+  const exposed = row.exposed > 0.05 ? `${all}${timeText(row.exposed)} exposed` : "hidden behind compute";
+  said.push(sentence("When ", `${row.times ? "the first " : ""}at ${timeText(row.start)}, ${row.phase}; ${exposed}.`));
   return said;
 }
 function otherWay(row) {

@@ -40,6 +40,8 @@ def time_text(us: float) -> str:
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if abs(us) >= size:
             return f"{_precise(us / size)} {unit}"
+    if 0 < abs(us) < 0.01:
+        return "<0.01 us"
     return f"{_precise(us)} us"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,6 +134,23 @@ def predicted_and_measured(kind: str, plan: ms.Plan, mesh: ms.Mesh) -> tuple[int
         step(model, optimizer, *parts)
     memory = step.lower(model, optimizer, *parts).memory
     return memory.activations + memory.temporaries, min(_held(lambda: step(model, optimizer, *parts)) for _ in range(5))
+
+
+def within_a_budget(share: float) -> tuple[int, int, int, int]:
+    """Bytes of what a step makes that may hold a share of what it would: said, held, allowed, and held without."""
+    mesh, plan = ms.Mesh(dp=dist.get_world_size()), ms.plans.data_parallel()
+    model = small_gpt(layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = my_part(mesh, plan, *batch(0, rows=64))
+    free = ms.compile(backend="eager", plan=plan, mesh=mesh)(train_step)
+    free(model, optimizer, *parts)
+    memory = free.lower(model, optimizer, *parts).memory
+    fixed, limit = memory.state + memory.arguments, int(share * (memory.activations + memory.temporaries))
+    tight = ms.compile(backend="eager", plan=plan, mesh=mesh, memory=fixed + limit)(train_step)
+    tight(model, optimizer, *parts)
+    found = tight.lower(model, optimizer, *parts).memory
+    held = [min(_held(partial(step, model, optimizer, *parts)) for _ in range(5)) for step in (tight, free)]
+    return found.activations + found.temporaries, held[0], limit, held[1]
 
 
 def _held(run: Callable[[], Any]) -> int:

@@ -42,6 +42,12 @@ def with_kwargs():
     return (model, optimizer), {"x": x, "y": y}
 
 
+def plan():
+    import meshstep as ms
+
+    return ms.plans.fsdp()
+
+
 number = 3
 
 
@@ -75,15 +81,28 @@ def test_plan_says_what_a_rank_holds_and_sends(script: str, tmp_path: Path, caps
     asked_for = ["plan", f"{script}:train_step", "--args", f"{script}:example_args", "--mesh", "dp=4"]
     code, out, err = asked(capsys, *asked_for, "--plan", "fsdp", "--save", str(tmp_path / "plan.json"))
     assert (code, err) == (0, "")
-    assert out.startswith("mesh(dp=4), ") and "sent by each rank in a step:\n  dp  " in out
-    assert "parameter weight: S(0)" in out
+    assert out.startswith("train_step on 4 ranks: ") and "Which parallelism?\n  fsdp on dp=4, 4 ranks\n" in out
     assert dict(ms.plans.load(tmp_path / "plan.json").axes[0].state)["parameter weight"].dim == 0
     code, out, _ = asked(capsys, *asked_for, "--plan", str(tmp_path / "plan.json"), "--json")
     facts = json.loads(out)
-    assert code == 0 and facts["mesh"] == "mesh(dp=4)" and facts["memory"]["parameters"] == 4 * 7
-    assert {row["axis"] for row in facts["communication"]} == {"dp"} and facts["computed whole"] == []
+    assert code == 0 and (facts["ranks"], facts["mesh"][0]["kind"]) == (4, "fsdp")
+    assert facts["memory"]["parts"]["parameters"] == 4 * 7 and facts["memory"]["fits"] is None
+    assert {row["axis"] for row in facts["collectives"]} == {"dp"} and facts["whole"] == [] and "calls" not in facts
     _, out, _ = asked(capsys, *asked_for[:-1], "dp=1", "--args", f"{script}:with_kwargs")
-    assert "  nothing" in out
+    assert "nothing is sent" in out
+
+
+def test_plan_writes_a_page_and_a_trace_and_fails_if_it_does_not_fit(script: str, tmp_path: Path, capsys) -> None:
+    page, trace = tmp_path / "a.html", tmp_path / "trace.json"
+    asked_for = ["plan", f"{script}:train_step", "--args", f"{script}:example_args", "--mesh", "dp=4"]
+    asked_for += ["--plan", f"{script}:plan", "--html", str(page), "--trace", str(trace)]
+    code, out, _ = asked(capsys, *asked_for, "--memory", "1KiB")
+    assert code == 0 and "Yes: " in out and "fsdp on dp=4" in out
+    assert "fsdp on dp=4" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+    code, out, _ = asked(capsys, *asked_for, "--device", "h100")
+    assert code == 0 and out.startswith("train_step on 4 ranks: H100 SXM") and "of 74.5 GiB a rank" in out
+    code, out, _ = asked(capsys, *asked_for, "--memory", "0.1 kB")
+    assert code == 1 and "of 100 B a rank" in out and "No: " in out
 
 
 def test_verify_proves_and_its_exit_code_says_so(script: str, capsys, monkeypatch) -> None:
@@ -130,6 +149,9 @@ ASKED = ["plan", "SCRIPT:train_step", "--args", "SCRIPT:example_args", "--mesh",
         (["plan", "SCRIPT:train_step", "--args", "SCRIPT:example_args", "--mesh", "dp=0"], "axis 'dp' has size 0"),
         ([*ASKED, "--plan", "best"], "no plan 'best'"),
         ([*ASKED, "--plan", "a.json"], "no plan can be read"),
+        ([*ASKED, "--plan", "SCRIPT:returns_number"], "gave a int"),
+        ([*ASKED, "--memory", "much"], "'much' is no size"),
+        ([*ASKED, "--device", "h10"], "no device 'h10' in the hardware table\n  at   device\n  try  'h100'"),
         (["plan", "SCRIPT:wrong_step", "--args", "SCRIPT:example_args", "--mesh", "dp=2"], "value is needed in Python"),
         (["diff", "a.json", "b.json"], "no plan can be read"),
         (["run", "-n", "2", "nothing.py"], "no file nothing.py"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import meshstep
+from meshstep.cli import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODULES = [m.name for m in pkgutil.walk_packages(meshstep.__path__, "meshstep.") if not m.name.endswith("__main__")]
@@ -38,6 +39,16 @@ def test_a_plan_can_be_looked_at_without_ranks():
     assert "reduce_scatter over dp" in text and "all_reduce over tp" in text
 
 
+def test_a_large_model_can_be_looked_at_without_its_memory(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MODEL", "tiny")
+    script, page = EXAMPLES / "plan_llama.py", tmp_path / "llama.html"
+    asked = ["plan", f"{script}:train_step", "--args", f"{script}:example_args", "--plan", f"{script}:plan"]
+    assert main([*asked, "--mesh", "dp=8,tp=8", "--device", "h100", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "fsdp on dp=8 + tensor_parallel on tp=8, 64 ranks" in out and "Yes: " in out
+    assert "<title>train_step on dp=8, tp=8</title>" in page.read_text()
+
+
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     def train(*options: str, ranks: int = 1) -> str:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -56,9 +67,10 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert "step 5:" not in there
 
 
-@pytest.mark.parametrize("page", ["coming-from-spmd.md"])
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, capsys):
+@pytest.mark.parametrize(("page", "said"), [("coming-from-spmd.md", "lies S(0)@dp"), ("report.md", " True [")])
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (EXAMPLES.parent / "docs" / page).read_text()
     code = "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     exec(compile(code, page, "exec"), {"__name__": "docs"})
-    assert "lies S(0)@dp" in capsys.readouterr().out
+    assert said in capsys.readouterr().out

@@ -23,6 +23,7 @@ from meshstep.passes import (
     Bucket,
     CommonSubexpressions,
     DeadCode,
+    FoldRedistributions,
     LaunchEarly,
     Pipeline,
     Regather,
@@ -113,6 +114,89 @@ def test_parts_of_equal_calls_are_merged():
     first, second = (build(aten.split.Tensor, x, 2) for _ in range(2))
     made = check_pass(CommonSubexpressions(), build.program(build(aten.add.Tensor, first[0], second[0])))
     assert [node.name for node in made.calls] == ["split", "add"]
+
+
+# ---- changes of placement that fold
+
+FOLDED = FoldRedistributions()
+
+
+def test_a_gather_of_a_slice_and_a_slice_of_a_gather_are_the_value():
+    build = Build(dp=2)
+    x, y = build.input("x", 4, 6), build.input("y", 2, 6, dp=shard(0))
+    back = build.all_gather(build.axis_slice(x, 1), 1)
+    there = build.axis_slice(build.all_gather(y, 0), 0)
+    made = check_pass(FOLDED, build.program(build(aten.neg.default, back), build(aten.neg.default, there)))
+    assert [node.name for node in made.calls] == ["neg", "neg_1"]
+
+
+def test_another_dim_does_not_fold():
+    build = Build(dp=2)
+    x, y = build.input("x", 4, 6), build.input("y", 2, 6, dp=shard(0))
+    program = build.program(build.all_gather(build.axis_slice(x, 1), 0), build.axis_slice(build.all_gather(y, 0), 1))
+    assert FOLDED(program) is program
+
+
+def test_a_slice_of_a_sum_is_a_scattered_sum():
+    build = Build(dp=2)
+    x = build.input("x", 4, 6, dp=PARTIAL)
+    made = check_pass(FOLDED, build.program(build.axis_slice(build.all_reduce(x), 1)), "fold_scatter.txt")
+    assert sent(made) == [("reduce_scatter", 96, 1)]
+
+
+def test_a_sum_that_others_need_stays():
+    build = Build(dp=2)
+    total = build.all_reduce(build.input("x", 4, 6, dp=PARTIAL))
+    program = build.program(build.axis_slice(total, 1), total)
+    assert FOLDED(program) is program
+
+
+def test_a_gather_of_a_scattered_sum_is_a_sum():
+    build = Build(dp=2)
+    x = build.input("x", 4, 6, dp=PARTIAL)
+    made = check_pass(FOLDED, build.program(build.all_gather(build.reduce_scatter(x, 0), 0)))
+    assert sent(made) == [("all_reduce", 192, 1)]
+
+
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_values_are_gathered_in_the_narrower_dtype(narrow_first):
+    build = Build(dp=2)
+    have, want = (torch.float32, torch.float64) if narrow_first else (torch.float64, torch.float32)
+    x = build.input("x", 2, 6, dp=shard(0), dtype=have)
+    if narrow_first:
+        value = build.all_gather(build(aten._to_copy.default, x, dtype=want))
+    else:
+        value = build(aten._to_copy.default, build.all_gather(x), dtype=want)
+    made = check_pass(FOLDED, build.program(value), "fold_cast_last.txt" if narrow_first else "fold_cast_first.txt")
+    assert sent(made) == [("all_gather", 48, 1)]
+
+
+def test_rows_are_picked_before_the_sum():
+    build = Build(dp=2, tp=2)
+    x = build.input("x", 4, 6, tp=PARTIAL, dp=shard(1))
+    picked = build(aten.select.int, build.all_reduce(x, axis="tp"), 0, 1)
+    made = check_pass(FOLDED, build.program(build(aten.neg.default, picked)), "fold_rows.txt")
+    assert sent(made) == [("all_reduce", 48, 1)]
+
+
+def test_two_sums_that_are_added_are_sent_once():
+    build = Build(dp=2)
+    x, y = (build.input(name, 4, dp=PARTIAL) for name in "xy")
+    program = build.program(build(aten.sub.Tensor, build.all_reduce(x), build.all_reduce(y), alpha=2))
+    made = FOLDED(program)
+    assert sent(made) == [("all_reduce", 32, 1)] and FOLDED(made) is made
+    verify_program(made, types=True)
+    check_equal(run_ranks(made, draw(program)), run_ranks(program, draw(program)), within=1e-14)
+
+
+def test_sums_of_another_kind_or_shape_are_sent_apart():
+    build = Build(dp=2)
+    x, y, z = build.input("x", 4, dp=PARTIAL), build.input("y", 4, dp=PARTIAL), build.input("z", 1, dp=PARTIAL)
+    program = build.program(
+        build(aten.add.Tensor, build.all_reduce(x), build.all_reduce(y, "max")),
+        build(aten.add.Tensor, build.all_reduce(x), build.all_reduce(z)),
+    )
+    assert FOLDED(program) is program
 
 
 # ---- buckets
@@ -409,9 +493,9 @@ def test_a_pipeline_is_its_text(given):
 
 
 def test_the_text_form_of_the_default_pipelines():
-    assert str(DEFAULT) == "common_subexpressions | dead_code | regather | bucket | launch_early"
+    assert str(DEFAULT) == "common_subexpressions | dead_code | fold_redistributions | regather | bucket | launch_early"
     assert str(EAGER) == (
-        "common_subexpressions | dead_code | regather | two_sums | "
+        "common_subexpressions | dead_code | fold_redistributions | regather | two_sums | "
         "bucket(shard_bytes=524288) | launch_early(prefetch=False)"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .arguments import Call, Inputs, argument_layouts, bind_call, dynamic_dims, placements_along
+from .blame import Culprit, find_culprit
 from .capture.capture import Captured, capture, is_capturing
 from .capture.source import name_of
 from .capture.widened import widened
@@ -24,9 +26,10 @@ from .layout import Layout
 from .lowered import Lowered
 from .mesh import Mesh
 from .override import Override, Overrides, overrides_of, stand_ins
-from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Transform, lower, pipeline
+from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Recompute, Transform, lower, pipeline
 from .passes.lower import AxisGroup
-from .phases import local_program
+from .phases import local_program, partitions
+from .plan.decision import Stage
 from .plan.named import data_parallel
 from .plan.plan import Plan
 from .resizing import Compiled, Resizing
@@ -34,6 +37,8 @@ from .runtime.agreement import agree_on_arguments, agree_on_call, agree_on_progr
 from .runtime.backends import Backend, build, check_backend
 from .runtime.cache import Cache, CacheInfo
 from .runtime.execute import LocalExecutor, SimulatedExecutor, dtensor_wrap
+from .runtime.lockstep import split_inputs
+from .runtime.non_finite import NonFinite, find_here, find_on_all
 from .runtime.seed import Seed
 from .runtime.sharded import Shards, own_layouts
 from .runtime.signature import Guards, Signature
@@ -57,6 +62,8 @@ class Options:
     passes: Pipeline | None = None
     module_override: Overrides | None = None
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
+    memory: int | None = None
+    check_every: int | None = None
 
     @property
     def edits(self) -> bool:
@@ -64,12 +71,16 @@ class Options:
         return self.gm_transformation is not None or any(o.edits for o in overrides_of(self.module_override))
 
     def pipeline(self, mesh: Mesh) -> Pipeline:
-        """What runs over a local program: the overrides' edits, the passes, the user's transformation."""
+        """What runs over a local program: the overrides' edits, the passes, the user's transformation.
+
+        What is computed again is chosen first: the passes then see an ordinary program.
+        """
         passes = self.passes or (EAGER if self.backend == "eager" else DEFAULT)
         edits = [_edit(override, mesh) for override in overrides_of(self.module_override) if override.edits]
         last = self.gm_transformation
         own = [] if last is None else [Transform(lambda gm, schemas: last(gm), f"gm_transformation {name_of(last)}")]
-        return replace(passes, passes=(*edits, *passes, *own)) if edits or own else passes
+        fitted = [] if self.memory is None else [Recompute(self.memory)]
+        return replace(passes, passes=(*edits, *fitted, *passes, *own)) if edits or own or fitted else passes
 
 
 def _edit(override: Override, mesh: Mesh) -> Transform:
@@ -115,7 +126,10 @@ class Step(ABC):
             executor, inputs = self._compile(call, signature, found)
         else:
             executor, inputs = found
-        return executor(call.leaves, inputs)
+        returned = executor(call.leaves, inputs)
+        if self._options.check_every is not None:
+            self._called(executor, inputs)
+        return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Capture, plan and partition a call without running it; needs no process group, for any mesh size.
@@ -132,10 +146,10 @@ class Step(ABC):
         mesh = self._mesh()
         self.plan.check(mesh)
         layouts, captured = self._captured(call, mesh)
-        records: list[PassRecord] = []
-        local, plan = self._partitioned(call, captured, layouts, mesh, records.append)
+        records, stages = list[PassRecord](), list[Stage]()
+        local, plan = self._partitioned(call, captured, layouts, mesh, records.append, decided=stages.append)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
-        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records))
+        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records), tuple(stages))
 
     def verify(self, *args: Any, steps: int = 5, **kwargs: Any) -> Verification:
         """Compare the plain function with the compiled program on all virtual ranks; changes nothing of the caller's.
@@ -146,7 +160,25 @@ class Step(ABC):
             kwargs: Likewise.
         """
         simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
-        return compare(self._function, simulated, lambda i: (args, kwargs), steps)
+        return compare(self._function, simulated, lambda i: (args, kwargs), steps, locate=simulated.culprit)
+
+    def find_non_finite(self, *args: Any, **kwargs: Any) -> NonFinite | None:
+        """The first value of a call that is NaN or infinite while what it is made of is not; None if there is none.
+
+        The call is made on the state as it is, value by value, and nothing is changed: ask before the step that goes
+        wrong, or after loading the checkpoint before it. On several processes all ranks call it, and get one answer.
+
+        Args:
+            args: As for a call.
+            kwargs: Likewise.
+        """
+        call, mesh = bind_call(self._signature, args, kwargs), self._mesh()
+        with self._seed.ahead():
+            layouts, captured = self._captured(call, mesh)
+            local, _ = self._partitioned(call, captured, layouts, mesh, passes=Pipeline(()))
+            inputs = Guards(captured, local).bind(call.leaves)
+        assert not isinstance(inputs, str), inputs
+        return self._non_finite(captured, local, inputs)
 
     def objects(self) -> dict[str, Any]:
         """Modules, optimizers and scalers of the last call that was compiled, by their names, and the step itself.
@@ -180,7 +212,7 @@ class Step(ABC):
         return self._options.plan or data_parallel()
 
     def _options_for(self, mesh: Mesh) -> Options:
-        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full")
+        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full", check_every=None)
 
     @abstractmethod
     def _mesh(self) -> Mesh:
@@ -201,6 +233,14 @@ class Step(ABC):
     @abstractmethod
     def _agree(self, call: Call, mesh: Mesh, reason: str) -> None:
         """See that all ranks make the same call."""
+
+    @abstractmethod
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        """See `find_non_finite`."""
+
+    @abstractmethod
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        """Look after what was called, where `check_every` asks for it."""
 
     def _compile(self, call: Call, signature: Signature, reason: str) -> tuple[Executor, list[Any]]:
         mesh = self._mesh()
@@ -260,6 +300,8 @@ class Step(ABC):
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         observe: Callable[[PassRecord], Any] | None = None,
+        passes: Pipeline | None = None,
+        decided: Callable[[Stage], Any] | None = None,
     ) -> tuple[Program, Plan]:
         """The local program, and the plan with the placement of every value."""
         own = self._own_layouts(captured, mesh)
@@ -268,8 +310,9 @@ class Step(ABC):
             self.plan,
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
-            passes=self._options.pipeline(mesh),
+            passes=self._options.pipeline(mesh) if passes is None else passes,
             observe=observe,
+            decided=decided,
         )
 
 
@@ -282,6 +325,7 @@ class CompiledStep(Step):
         """Number the step: all ranks make their steps in the same order."""
         super().__init__(function, options)
         self._topic = f"{name_of(function)}/{next(self._made)}"
+        self._calls = self._history = self._looked = 0
         self._seed = Seed(self._topic)
 
     def _mesh(self) -> Mesh:
@@ -304,7 +348,7 @@ class CompiledStep(Step):
 
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         topic = f"{self._topic}/{self._compilations}"
-        agree_on_program(topic, local)
+        agree_on_program(topic, local, str(self.plan))
         if self._compilations == 0:
             agree_on_state(topic, local.slots, inputs)
             layouts, _ = self._layouts(call, local.mesh)
@@ -315,11 +359,41 @@ class CompiledStep(Step):
         shards = Shards(captured, local)
         run = build("eager" if cold else self._options.backend, module, shards.local(inputs))
         wrap = dtensor_wrap(local.mesh) if self._options.outputs == "dtensor" else _as_it_is
-        return LocalExecutor(captured, local, run, shards, wrap)
+        return LocalExecutor(captured, local, run, shards, wrap, self._compilations)
+
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        self._looked += 1
+        return find_here(local, Shards(captured, local).local(inputs), f"{self._topic}/non_finite/{self._looked}")
+
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        assert isinstance(executor, LocalExecutor) and self._options.check_every is not None
+        self._calls, self._history = self._calls + 1, zlib.crc32(b"%d" % executor.number, self._history)
+        if self._calls % self._options.check_every == 0:
+            executor.replicas.check(f"{self._topic}/replicas/{self._calls}", inputs, self._history)
 
 
 class SimulatedStep(Step):
     """A step that plays every rank of its mesh in this process; takes the GLOBAL batch, returns whole outputs."""
+
+    def culprit(self, *args: Any, **kwargs: Any) -> Culprit | None:
+        """The first value of a call that the ranks compute otherwise than one device; None if there is none.
+
+        Args:
+            args: As for a call. Nothing of the caller's is changed.
+            kwargs: Likewise.
+        """
+        call, mesh = bind_call(self._signature, args, kwargs), self._mesh()
+        with self._seed.ahead():
+            layouts, captured = self._captured(call, mesh)
+            inputs = Guards(captured, captured.program).bind(call.leaves)
+        assert not isinstance(inputs, str), inputs
+        stages = partitions(
+            captured.program,
+            self.plan,
+            lambda axis: placements_along(axis, call.names, layouts),
+            whole_outputs=self._options.outputs == "full",
+        )
+        return find_culprit(captured.program, stages, self._options.pipeline(mesh), inputs)
 
     def _mesh(self) -> Mesh:
         if self._options.mesh is None:
@@ -349,6 +423,12 @@ class SimulatedStep(Step):
     def _executor(self, captured: Captured, local: Program, inputs: Sequence[Any], call: Call) -> Executor:
         return SimulatedExecutor(captured, local)
 
+    def _non_finite(self, captured: Captured, local: Program, inputs: list[Any]) -> NonFinite | None:
+        return find_on_all(local, split_inputs(inputs, local))
+
+    def _called(self, executor: Executor, inputs: Sequence[Any]) -> None:
+        """Replicas are compared in every call."""
+
 
 def _global_shape(leaf: Tensor, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, DTensor) else layout.global_shape(leaf.shape, mesh)
@@ -371,6 +451,8 @@ def compile(  # noqa: A001
     passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    memory: int | None = None,
+    check_every: int | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:  # noqa: A001
     """Compile a single-device train step into one program for a mesh of devices. A decorator, bare or with arguments.
@@ -391,6 +473,10 @@ def compile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             gm_transformation: Gets the graph that each rank runs, after all passes, as a `GraphModule`, once for each
                 program that is compiled, and returns it or another one. Its inputs and outputs must stay what they
                 are; that is checked.
+            memory: Bytes that a rank may hold, as `lower(...).memory` counts them: activations are computed again for
+                the backward instead of being held, until it is enough. None holds all.
+            check_every: After every so many calls, state that several ranks hold is compared between them, to the
+                bit; None never does. What differs is a `VerifyError` that names rank, state and element.
 
     Raises:
         InputError: An option has a value that it cannot have.
@@ -407,6 +493,7 @@ def simulate(
     passes: Pipeline | str | None = None,
     module_override: Overrides | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    memory: int | None = None,
 ) -> SimulatedStep:
     """As `compile`, but every rank of the mesh runs in this process, without a launcher.
 
@@ -421,9 +508,10 @@ def simulate(
         passes: As for `compile`.
         module_override: As for `compile`.
         gm_transformation: As for `compile`.
+        memory: As for `compile`.
     """
     given: Any = passes
-    options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation)
+    options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation, memory)
     return SimulatedStep(function, _checked(options))
 
 
@@ -471,6 +559,12 @@ def _checked(options: Options) -> Options:
         raise InputError(
             f"passes is a {type(passes).__name__}", at="compile(passes=...)", hint="meshstep.Pipeline((...))"
         )
+    memory: Any = options.memory
+    if memory is not None and not (isinstance(memory, int) and memory > 0):
+        raise InputError(f"a memory of {memory!r}", at="compile(memory=...)", hint="bytes a rank: 80 * 2**30")
+    every: Any = options.check_every
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InputError(f"check_every is {every!r}", at="compile(check_every=...)", hint="a number of calls: 1000")
     if options.outputs not in OUTPUTS:
         raise InputError(
             f"no outputs {options.outputs!r}", at="compile(outputs=...)", hint=", ".join(map(repr, OUTPUTS))
@@ -510,4 +604,5 @@ def verify(
     if backend != "eager":
         raise InputError(f"backend {backend!r} in verify", at="verify(backend=...)", hint='"eager"')
     wide = function if dtype is None else widened(function, dtype)
-    return compare(wide, simulate(wide, mesh=mesh, plan=plan), make_args, steps, dtype)
+    step = simulate(wide, mesh=mesh, plan=plan)
+    return compare(wide, step, make_args, steps, dtype, step.culprit)

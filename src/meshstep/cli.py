@@ -8,10 +8,10 @@ import inspect
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +21,21 @@ import torch
 
 from .api import simulate, verify
 from .errors import InputError, MeshstepError
-from .ir.types import bytes_text
 from .lowered import Lowered
 from .mesh import Mesh
+from .passes import DEFAULT
 from .plan import named
+from .plan.hardware import table as devices
 from .plan.plan import Plan, load
+from .progress import Progress
+from .report.page import page
+from .report.summary import summary
+from .report.text import report_text
+from .report.trace import trace
 from .runtime.world import has_backends
 
 FAILED, MISUSED = 1, 2  # exit codes: what was asked is not so; it could not be asked
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGTkmgt])(i?))?[bB]?")
 PLANS: dict[str, Callable[[str], Plan]] = {
     "data_parallel": named.data_parallel,
     "zero1": lambda axis: named.zero(1, axis),
@@ -64,8 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
 
-    plan = command("plan", _plan, "what each rank would hold and send, without running anything")
+    plan = command("plan", _plan, "which parallelism, what it costs, and whether it fits; nothing is run")
     _add_step(plan)
+    plan.add_argument("--device", metavar="NAME", help=f"what the times are for: {', '.join(devices)} (cpu)")
+    plan.add_argument(
+        "--memory", metavar="SIZE", help="what a rank may hold: 80GiB, 24GB; that of the device if left out"
+    )
+    plan.add_argument("--html", metavar="FILE", help="write a page to look at")
+    plan.add_argument("--trace", metavar="FILE", help="write the predicted step for Perfetto or chrome://tracing")
     plan.add_argument("--save", metavar="FILE", help="write the plan with the placement of all state")
 
     check = command("verify", _verify, "prove in float64 that a mesh computes what one device computes")
@@ -93,7 +106,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         default="data_parallel",
-        help=f"a file, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the mesh if left out",
+        help=f"a file, FILE.py:FUNCTION, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the "
+        "mesh if left out",
     )
 
 
@@ -112,12 +126,20 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    lowered = _lowered(given)
-    if given.save:
-        lowered.plan.save(given.save)
-    facts = _facts(lowered)
-    print(json.dumps(facts, indent=1) if given.json else _text(facts, lowered))
-    return 0
+    limit = None if given.memory is None else _bytes(given.memory)
+    with Progress(sys.stderr) as progress:
+        progress("capturing and planning")
+        lowered = _lowered(given)
+        progress("reporting")
+        facts = lowered.facts(device=given.device, memory=limit)
+        if given.html:
+            Path(given.html).write_text(page(facts), encoding="utf-8")
+        if given.trace:
+            Path(given.trace).write_text(json.dumps(trace(facts)), encoding="utf-8")
+        if given.save:
+            lowered.plan.save(given.save)
+    print(json.dumps(summary(facts), indent=1) if given.json else report_text(facts).rstrip())
+    return 0 if facts.memory.fits is not False else FAILED
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -130,7 +152,13 @@ def _verify(given: argparse.Namespace) -> int:
         steps=given.steps,
     )
     if given.json:
-        facts = {"ok": found.ok, "max_error": found.max_error, "first_divergence": found.first_divergence}
+        facts: dict[str, Any] = {
+            "ok": found.ok,
+            "max_error": found.max_error,
+            "first_divergence": found.first_divergence,
+        }
+        if found.culprit is not None:
+            facts |= {"culprit": asdict(found.culprit)}
         print(json.dumps(facts | {"steps": found.steps, "values": dict(found.values)}, indent=1))
     else:
         print(found)
@@ -165,38 +193,9 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _lowered(given: argparse.Namespace) -> Lowered:
     function, make, mesh = _object(given.step), _arguments(given.args), _mesh(given.mesh)
-    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh))
+    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh), passes=DEFAULT)  # those of `compile` as it is
     args, kwargs = make(0)
     return step.lower(*args, **kwargs)
-
-
-def _facts(lowered: Lowered) -> dict[str, Any]:
-    sent = Counter[tuple[str, str]]()
-    counts = Counter[tuple[str, str]]()
-    for record in lowered.communication:
-        sent[record.axis, record.kind] += record.bytes
-        counts[record.axis, record.kind] += 1
-    return {
-        "mesh": str(lowered.program.mesh),
-        "calls": len(lowered.local_program.calls),
-        "memory": asdict(lowered.memory),
-        "communication": [
-            {"axis": axis, "kind": kind, "count": counts[axis, kind], "bytes": sent[axis, kind]} for axis, kind in sent
-        ],
-        "computed whole": [f"{op} ({count})" for op, count in lowered.fallbacks],
-    }
-
-
-def _text(facts: dict[str, Any], lowered: Lowered) -> str:
-    lines = [f"{facts['mesh']}, {facts['calls']} calls a rank", str(lowered.memory), "", "sent by each rank in a step:"]
-    rows = [(row["axis"], row["kind"], str(row["count"]), bytes_text(row["bytes"])) for row in facts["communication"]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    lines += [] if rows else ["  nothing"]
-    if facts["computed whole"]:
-        lines += ["", f"without a rule, computed whole on every rank: {', '.join(facts['computed whole'])}"]
-    return "\n".join([*lines, "", str(lowered.plan)])
 
 
 # ---- what the words of the command line mean
@@ -252,7 +251,22 @@ def _mesh(text: str) -> Mesh:
     return Mesh(**sizes)
 
 
+def _bytes(text: str) -> int:
+    """`80GiB`, `24GB` or `1024`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InputError(f"{text!r} is no size", at="--memory", hint="--memory 80GiB, 24GB, or a number of bytes")
+    number, prefix, binary = found.groups()
+    power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
 def _named(text: str, mesh: Mesh) -> Plan:
+    if text.partition(":")[0].endswith(".py"):
+        made = _object(text)()
+        if not isinstance(made, Plan):
+            raise InputError(f"{text} gave a {type(made).__name__}", at="--plan", hint="a function that returns a plan")
+        return made
     if text.endswith(".json") or Path(text).is_file():
         return load(text)
     found: Plan | None = None

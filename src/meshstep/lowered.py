@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -16,8 +19,21 @@ from .passes import PassRecord
 from .passes.liveness import Memory, memory
 from .passes.timeline import Timeline, timeline
 from .plan import hardware
+from .plan.decision import Stage
 from .plan.plan import Plan
+from .report.collect import facts
+from .report.facts import Device, Facts
+from .report.page import page
+from .report.summary import complete
+from .report.text import report_text
+from .report.trace import trace
 from .rules import Found, OpCall, found_by_running
+
+FORMS: dict[str, Callable[[Facts], str]] = {
+    ".html": page,
+    ".txt": report_text,
+    ".json": lambda found: json.dumps(complete(found), indent=1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,7 @@ class Lowered:
         graph_module: The local program as torch runs it; the groups have the names of their axes, and what depends
             on the rank is that of rank 0.
         passes: What each pass did, and how long it took.
+        stages: What was decided along each axis, in order.
     """
 
     program: Program
@@ -65,6 +82,7 @@ class Lowered:
     plan: Plan
     graph_module: fx.GraphModule
     passes: tuple[PassRecord, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def as_text(self, stage: str = "local") -> str:
         """The text form.
@@ -133,6 +151,53 @@ class Lowered:
             found = found_by_running(call)
             if found is not None:
                 yield node.target, found
+
+    def facts(self, *, device: str | None = None, memory: int | None = None) -> Facts:
+        """What `report` and `trace` say, as plain data; nothing is run.
+
+        Args:
+            device: What the times are for, by its name in the hardware table; None is a CPU core with loopback.
+            memory: Bytes that a rank may hold; None is what the device has, if that is known.
+
+        Raises:
+            InputError: The hardware table has no such device.
+        """
+        found = hardware.get(device or "cpu")
+        limit = found.capacity if memory is None else memory
+        return facts(
+            self.local_program,
+            self.plan,
+            self.stages,
+            found,
+            Device(found.title, limit, f"Times are predicted, by {found.source}."),
+            whole=self.fallbacks,
+            passes=tuple(map(str, self.passes)),
+        )
+
+    def report(self, path: str | os.PathLike[str], *, device: str | None = None, memory: int | None = None) -> None:
+        """Write what the step would cost and hold, and why: one self-contained page, text, or JSON.
+
+        Args:
+            path: A file; by its ending `.html`, `.txt` or `.json`.
+            device: As for `facts`.
+            memory: As for `facts`.
+
+        Raises:
+            InputError: The file has another ending.
+        """
+        kind = Path(path).suffix
+        if kind not in FORMS:
+            raise InputError(f"no report of the kind {kind!r}", at=f"report({str(path)!r})", hint=", ".join(FORMS))
+        Path(path).write_text(FORMS[kind](self.facts(device=device, memory=memory)), encoding="utf-8")
+
+    def trace(self, path: str | os.PathLike[str], *, device: str | None = None) -> None:
+        """Write the predicted step of one rank for Perfetto or chrome://tracing.
+
+        Args:
+            path: The file.
+            device: As for `facts`.
+        """
+        Path(path).write_text(json.dumps(trace(self.facts(device=device))), encoding="utf-8")
 
     def __str__(self) -> str:
         """The local program."""

@@ -8,7 +8,7 @@ inner axis first: the second application sees an ordinary program with smaller s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,9 +20,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .errors import RuleError
 from .ir import collectives
+from .ir.cause import Cause, Party
 from .ir.infer import infer
-from .ir.printer import value_text
-from .ir.program import Program, call, copy_node, is_part, part, producer
+from .ir.printer import op_text, value_text
+from .ir.program import Program, Result, call, copy_node, is_part, part, producer
 from .ir.types import TensorType
 from .layout import REPLICATE, Layout, blocks, local_shape, placement_text, shard, shard_dim
 from .plan.calls import Calls
@@ -45,7 +46,18 @@ def partition(program: Program, decision: Decision) -> Program:
     Raises:
         RuleError: A rule's local form gives other types than its placements say.
     """
-    return _Partition(program, decision).run()
+    return partition_traced(program, decision)[0]
+
+
+def partition_traced(program: Program, decision: Decision) -> tuple[Program, Mapping[tuple[fx.Node, int], fx.Node]]:
+    """As `partition`, with the node that holds one rank's part of each value, by its producer and output index.
+
+    Args:
+        program: As for `partition`.
+        decision: Likewise.
+    """
+    made = _Partition(program, decision)
+    return made.run(), made.local
 
 
 class _Partition:
@@ -56,6 +68,7 @@ class _Partition:
         self.axis, self.size = decision.axis, program.mesh[decision.axis]
         self.calls = Calls(program, self.size)
         self.graph = fx.Graph()
+        self.slots = {node: slot for slot, node in program.inputs}
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}  # by producer and index of its output
         self.placed: dict[tuple[fx.Node, int], Placement] = {}
         self.moved: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
@@ -71,7 +84,7 @@ class _Partition:
             elif node.op == "call_function":
                 self._call(node, self.decision.rules[node])
         outputs = [
-            self._as(node, placement, f"output {result.name}")
+            self._as(node, placement, result)
             for (result, node), placement in zip(self.program.outputs, self.decision.outputs, strict=True)
         ]
         self.graph.output(tuple(outputs))
@@ -100,7 +113,7 @@ class _Partition:
 
     def _localized(self, value: Any, given: Any, user: fx.Node) -> Any:
         if isinstance(value, fx.Node):
-            return self._as(value, next(given), user.name)
+            return self._as(value, next(given), user)
         return [self._localized(v, given, user) for v in value] if isinstance(value, (list, tuple)) else value
 
     def _same_op(self, node: fx.Node, rule: Rule, arguments: dict[str, Any]) -> None:
@@ -152,7 +165,7 @@ class _Partition:
         if made in self.made and (made, index) not in self.local:
             self.local[made, index] = part(self.graph, self.made[made], index)
 
-    def _as(self, node: fx.Node, placement: Placement, user: str) -> fx.Node:
+    def _as(self, node: fx.Node, placement: Placement, user: fx.Node | Result) -> fx.Node:
         """The local value of a node, in the placement that a consumer wants."""
         value = producer(node)
         have = self.placed[value]
@@ -160,14 +173,20 @@ class _Partition:
             return self.local[value]
         key = (*value, placement)
         if key not in self.moved:
-            why = f"{value_text(node)} is {placement_text(have)}, {user} needs {placement_text(placement)}"
-            self.moved[key] = self._redistribute(node, have, placement, why, user)
+            cause = Cause(self.axis, value_text(node), value[1], self._maker(value[0], have), _user(user, placement))
+            self.moved[key] = self._redistribute(node, have, placement, cause, user)
         return self.moved[key]
 
-    def _redistribute(self, node: fx.Node, have: Placement, want: Placement, why: str, user: str) -> fx.Node:
+    def _maker(self, made: fx.Node, have: Placement) -> Party:
+        what = str(self.slots[made]) if made in self.slots else op_text(made.target)
+        return Party(made.name, what, have, made.meta.get("source", ""), made.meta.get("module", ""))
+
+    def _redistribute(
+        self, node: fx.Node, have: Placement, want: Placement, cause: Cause, user: fx.Node | Result
+    ) -> fx.Node:
         in_blocks = next((p for p in (have, want) if blocks(p) > 1), None)
         if in_blocks is None:
-            sent = self._send(node, self.local[producer(node)], have, want, why)
+            sent = self._send(node, self.local[producer(node)], have, want, cause)
             type_, layout = self._local_type(node.meta["type"], want), self._layout(node.meta["layout"], want)
             sent.meta.update(type=type_, layout=layout)
             return sent
@@ -175,9 +194,9 @@ class _Partition:
             have, value = REPLICATE, self._as(node, REPLICATE, user)
         else:
             value = self.local[producer(node)]
-        return self._send_blocks(node, value, have, want, why)
+        return self._send_blocks(node, value, have, want, cause)
 
-    def _send_blocks(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
+    def _send_blocks(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, cause: Cause) -> fx.Node:
         """The blocks of the dim are made a dim of their own, and what follows it is what is split."""
         source, target = shard_dim(have), shard_dim(want)
         dim, count = (source, blocks(have)) if source is not None else (target, blocks(want))
@@ -185,7 +204,7 @@ class _Partition:
         shape = value.meta["type"].shape
         apart = self._reshape(value, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), node)
         before, after = (p if shard_dim(p) is None else shard(dim + 1) for p in (have, want))
-        sent = self._send(node, apart, before, after, why)
+        sent = self._send(node, apart, before, after, cause)
         sent.meta["type"] = infer(sent.target, sent.args, sent.kwargs)
         whole = self._reshape(sent, self._local_type(node.meta["type"], want).shape, node)
         whole.meta["layout"] = self._layout(node.meta["layout"], want)
@@ -198,10 +217,11 @@ class _Partition:
         new.meta.update(module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
         return new
 
-    def _send(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, why: str) -> fx.Node:
+    def _send(self, node: fx.Node, value: fx.Node, have: Placement, want: Placement, cause: Cause) -> fx.Node:
         op, arguments = redistribution(have, want, self.axis, self.size)
         new = call(self.graph, op, (value, *arguments), type=value.meta["type"], source=node.meta["source"])
-        new.meta.update(why=why, module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
+        new.meta.update(module=node.meta.get("module", ""), backward=node.meta.get("backward", False))
+        new.meta.update(causes=(cause,), why=str(cause))
         if op is collectives.all_gather and producer(node) in self.decision.regather:
             new.meta["regather"] = True
         return new
@@ -218,6 +238,12 @@ class _Partition:
 @cache
 def _names(op: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in op._schema.arguments)
+
+
+def _user(user: fx.Node | Result, want: Placement) -> Party:
+    if isinstance(user, Result):
+        return Party("", f"new {user}" if user.slot else str(user), want)
+    return Party(user.name, op_text(user.target), want, user.meta.get("source", ""), user.meta.get("module", ""))
 
 
 def _is_whole(rule: Rule) -> bool:

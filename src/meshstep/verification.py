@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .blame import Culprit
 from .capture.randomness import CountedRandom, Draws
 from .capture.source import definition_line
 from .capture.state import collect
 from .capture.tree import flatten, paths, unflatten
-from .errors import InputError
+from .errors import InputError, VerifyError
 from .runtime.seed import Seed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest element
 SMALL = 1e-9  # a scale is at least this: the noise of what should be zero is no error
+_HINT = "dtype=torch.float64, if rounding may have added up; else the capture of the Python is at fault: report it"
 MakeArgs = Callable[[int], tuple[tuple, dict[str, Any]]]
 
 
@@ -32,7 +34,9 @@ class Verification:
         values: Tensors compared in each step, by what they are.
         max_error: Greatest difference, relative to the largest element among the values of that kind.
         tolerance: What is allowed.
-        first_divergence: The first value that differs by more; None if there is none.
+        first_divergence: The first result that differs by more; None if there is none.
+        culprit: The first value of the program behind it that differs, and what made it so; None if none of them does:
+            then what was captured of the Python is at fault, or rounding has added up.
     """
 
     steps: int
@@ -40,6 +44,7 @@ class Verification:
     max_error: float
     tolerance: float
     first_divergence: str | None
+    culprit: Culprit | None = None
 
     @property
     def ok(self) -> bool:
@@ -47,10 +52,28 @@ class Verification:
         return self.first_divergence is None
 
     def __str__(self) -> str:
-        """One line."""
+        """One line; below it, where there is a difference, the first value that differs and what made it."""
         counted = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in self.values.items())
         found = "equal" if self.ok else f"DIFFERENT at {self.first_divergence}"
-        return f"{found}: max error {self.max_error:.1e} over {self.steps} steps ({counted} a step)"
+        text = f"{found}: max error {self.max_error:.1e} over {self.steps} steps ({counted} a step)"
+        return text if self.ok else f"{text}{self._blamed()}"
+
+    def check(self) -> None:
+        """See that nothing differs.
+
+        Raises:
+            VerifyError: Something does.
+        """
+        if self.ok:
+            return
+        blamed, culprit = self._blamed().removeprefix("\n  at   ").partition("\n  try  "), self.culprit
+        hint = f"python {culprit.file}" if culprit and culprit.file else blamed[2] or None
+        raise VerifyError(f"DIFFERENT at {self.first_divergence}", at=blamed[0], hint=hint)
+
+    def _blamed(self) -> str:
+        if self.culprit is not None:
+            return str(self.culprit)
+        return "\n  at   the program computes the same on one device and on all ranks, stage by stage\n  try  " + _HINT
 
 
 def compare(
@@ -59,6 +82,7 @@ def compare(
     make_args: MakeArgs,
     steps: int,
     dtype: torch.dtype | None = None,
+    locate: Callable[..., Culprit | None] | None = None,
 ) -> Verification:
     """Run both on equal arguments and compare everything after every step.
 
@@ -68,6 +92,7 @@ def compare(
         make_args: Arguments of step i, as (args, kwargs). Modules and optimizers of step 0 are kept.
         steps: Number of steps, at least 1.
         dtype: Floating-point tensors are brought to it first; None leaves them.
+        locate: Finds the first value that differs in a call, given its arguments.
     """
     start = make_args(0)  # once: it may draw its batch at random
     ours, theirs = _Side(start, dtype), _Side(start, dtype)
@@ -75,22 +100,44 @@ def compare(
         raise InputError(f"{steps} steps", at="verify(steps=...)", hint="at least 1")
     seed = Seed(None)
     worst, first, values = 0.0, None, dict[str, int]()
+    calls: list[Any] = []  # up to the first that differs
     for i in range(steps):
         later = None if i == 0 else make_args(i)
+        if first is None:
+            calls.append(later)
         seed.begin()
         seed.now(torch.device("cpu"))  # before the generator's state is looked at: the first one of a seed moves it
         generator = torch.get_rng_state()
         with CountedRandom(Draws(definition_line(plain)), seed.now):
             want = ours.run(plain, later)
         torch.set_rng_state(generator)
-        found = theirs.run(compiled, later)
+        try:
+            found = theirs.run(compiled, later)
+        except VerifyError as differing:  # replicas that differ have no whole value to compare
+            worst, first = float("inf"), first or f"step {i}, {differing.at}: {differing.what}"
+            break
         values, scales = _counted(want), _scales(want)
         for name in dict.fromkeys((*want, *found)):
             error = _error(found.get(name), want.get(name), scales.get(name, 1.0))
             worst = max(worst, error)
             if error > _tolerance(dtype, want) and first is None:
                 first = f"step {i}, {name} (by {error:.1e})"
-    return Verification(steps, values, worst, _tolerance(dtype, want), first)
+    culprit = None
+    if first is not None and locate is not None:
+        args, kwargs = _again(plain, start, dtype, calls)
+        culprit = locate(*args, **kwargs)
+    return Verification(steps, values, worst, _tolerance(dtype, want), first, culprit)
+
+
+def _again(plain: Callable[..., Any], start: Any, dtype: torch.dtype | None, calls: list[Any]) -> tuple[Any, Any]:
+    """The arguments of the last of some calls as they were before it, by the plain steps before it."""
+    side, seed = _Side(start, dtype), Seed(None)
+    for later in calls[:-1]:
+        seed.begin()
+        with CountedRandom(Draws(definition_line(plain)), seed.now):
+            side.run(plain, later)
+    found: tuple[Any, Any] = side.arguments(calls[-1])
+    return found
 
 
 class _Side:
@@ -110,6 +157,16 @@ class _Side:
 
     def run(self, function: Callable[..., Any], later: Any) -> dict[str, Tensor]:
         """One step; every tensor after it, by name."""
+        args, kwargs = self.arguments(later)
+        returned, spec = flatten(function(*args, **kwargs))
+        found = {
+            f"output {n or 'value'}": t for n, t in zip(paths(spec), returned, strict=True) if isinstance(t, Tensor)
+        }
+        found |= {str(held.slot): held.tensor for held in collect(self.leaves, self.names).held}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def arguments(self, later: Any) -> Any:
+        """(args, kwargs) of the next step."""
         if later is not None:
             new, spec = flatten(later)
             if spec != self.spec:
@@ -122,13 +179,7 @@ class _Side:
                 old if isinstance(old, (nn.Module, Optimizer, nn.Parameter)) else _cast(copy.deepcopy(leaf), self.dtype)
                 for old, leaf in zip(self.leaves, new, strict=True)
             ]
-        args, kwargs = unflatten(self.leaves, self.spec)
-        returned, spec = flatten(function(*args, **kwargs))
-        found = {
-            f"output {n or 'value'}": t for n, t in zip(paths(spec), returned, strict=True) if isinstance(t, Tensor)
-        }
-        found |= {str(held.slot): held.tensor for held in collect(self.leaves, self.names).held}
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+        return unflatten(self.leaves, self.spec)
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:

@@ -32,6 +32,19 @@ def program_text(program: Program) -> str:
     return "\n".join(line for _, line in program_lines(program)) + "\n"
 
 
+def exact_text(program: Program) -> str:
+    """All that a program is, nothing cut off: two programs of one text do the same. For digests, not for people."""
+    lines = [str(program.mesh), *map(str, program.slots), *map(str, program.results)]
+    for node in program.graph.nodes:
+        lies = f"{_all(node.meta.get('type'))} {_all(node.meta.get('layout'))}"
+        lines.append(f"{node.name} = {op_text(node.target)}{node.args} {sorted(node.kwargs.items())} : {lies}")
+    return "\n".join(lines) + "\n"
+
+
+def _all(of: Any) -> str:
+    return " ".join(map(str, of)) if isinstance(of, tuple) else str(of)
+
+
 def program_lines(program: Program) -> list[tuple[fx.Node | None, str]]:
     """The lines of a program, each with the call or input that it shows; None for the header."""
     slots = {node: slot for slot, node in program.inputs}
@@ -104,7 +117,7 @@ class _Row:
 def _rows(node: fx.Node, mesh: Mesh, slots: Mapping[fx.Node, Slot]) -> list[_Row]:
     """A row for each output of a node."""
     types, layouts = node.meta["type"], node.meta["layout"]
-    value = str(slots[node]) if node in slots else _call_text(node)
+    value = str(slots[node]) if node in slots else f"{op_text(node.target)}({arguments_text(node)})"
     comment = _comment(node, mesh)
     if not isinstance(types, tuple):
         return [_Row(_columns(f"%{node.name}", types, layouts, mesh), value, comment)]
@@ -127,13 +140,14 @@ def _line(row: _Row, widths: Sequence[int]) -> str:
     return f"{left:<{COMMENT}}  # {row.comment}" if row.comment else left
 
 
-def _call_text(node: fx.Node) -> str:
+def arguments_text(node: fx.Node) -> str:
+    """The arguments of a call: `%h, %w2_t, dtype=f32`."""
     args = node.args
     if node.target in COLLECTIVES and isinstance(args[-1], int):
         args = args[:-1]  # the size of the axis: the header says it
     shown = [argument_text(arg) for arg in args]
     shown += [f"{key}={argument_text(arg)}" for key, arg in sorted(node.kwargs.items())]
-    return f"{op_text(node.target)}({', '.join(shown)})"
+    return ", ".join(shown)
 
 
 def _comment(node: fx.Node, mesh: Mesh) -> str:

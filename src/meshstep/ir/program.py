@@ -9,8 +9,10 @@ Every node of the graph carries in `node.meta`:
     "module"   path of the user's module in whose `forward` it was made, "" if in none; a backward op has that of its
                forward op
     "backward" whether it was made during a backward
+    "recomputed" whether it is computed again for a backward instead of being held
     "regather" for an all_gather: what it gathers is kept in shards and may be gathered again instead of being held
     "why"      for a collective: which value and consumer disagreed
+    "causes"   for a collective: likewise, a `Cause` for each value that rides in it
 """
 
 from __future__ import annotations
@@ -161,16 +163,17 @@ def append(
     return node
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], name: str | None = None) -> fx.Node:
     """Append a copy of a node of another graph, with its name and all that is known of it.
 
     Args:
         graph: Where it goes.
         node: The node.
         copies: What stands in for each of its inputs.
+        name: Another name.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-    new = append(graph, node.op, node.target, args, kwargs, node.name)
+    new = append(graph, node.op, node.target, args, kwargs, name or node.name)
     new.meta.update(node.meta)
     return new
 
@@ -259,13 +262,27 @@ class Communication:
 def communication(program: Program) -> tuple[Communication, ...]:
     """All that a program sends, in program order."""
     return tuple(
-        _record(node, program.mesh)
+        record(node, program.mesh)
         for node in program.graph.nodes
         if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
     )
 
 
-def _record(node: fx.Node, mesh: Mesh) -> Communication:
+def collective_order(program: Program) -> tuple[str, ...]:
+    """The collectives that each rank calls, in order: `all_reduce(sum, dp) f32[8, 16]`.
+
+    A program has no branches and no loops, and its text knows of no rank: ranks that run one text call these, in this
+    order. What a rank is changes only values (`axis_slice`, `axis_index`), never what is sent.
+    """
+    return tuple(
+        f"{name_of(node.target)}({', '.join(map(str, node.args[1:]))}) {node.args[0].meta['type']}"
+        for node in program.graph.nodes
+        if node.target in COLLECTIVES and node.target not in SENDS_NOTHING
+    )
+
+
+def record(node: fx.Node, mesh: Mesh) -> Communication:
+    """What one collective sends."""
     axis, sent = axis_of(node.target, node.args), node.args[0].meta["type"]  # type: ignore[union-attr]
     return Communication(
         kind=name_of(node.target),

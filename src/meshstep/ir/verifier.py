@@ -71,9 +71,20 @@ def _fault(node: fx.Node, seen: set[fx.Node], mesh: Mesh, types: bool) -> str | 
         return None
     if node.target in COLLECTIVES and axis_of(node.target, node.args) not in mesh:
         return f"{value_text(node)} is over axis {axis_of(node.target, node.args)!r}, which {mesh} lacks"
+    size_fault = _size_fault(node, mesh) if node.target in COLLECTIVES else None
+    if size_fault:
+        return size_fault
     if is_part(node):
         return _part_fault(node)
     return _type_fault(node) if types else None
+
+
+def _size_fault(node: fx.Node, mesh: Mesh) -> str | None:
+    """Ranks would wait for others that there are not."""
+    axis, said = axis_of(node.target, node.args), node.args[-1]
+    if not isinstance(said, int) or said == mesh[axis]:
+        return None
+    return f"{value_text(node)} is said to be over {said} ranks, and axis {axis!r} has {mesh[axis]}"
 
 
 def _part_fault(node: fx.Node) -> str | None:

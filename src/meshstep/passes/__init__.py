@@ -3,19 +3,22 @@
 from .bucket import Bucket
 from .common_subexpressions import CommonSubexpressions
 from .dead_code import DeadCode
+from .fold_redistributions import FoldRedistributions
 from .launch_early import LaunchEarly
 from .lower import lower
 from .pipeline import Pass, PassRecord, Pipeline, parse, snake_case
+from .recompute import Recompute
 from .regather import Regather
 from .transform import Transform
 from .two_sums import TwoSums
 
-DEFAULT = Pipeline((CommonSubexpressions(), DeadCode(), Regather(), Bucket(), LaunchEarly()))
+DEFAULT = Pipeline((CommonSubexpressions(), DeadCode(), FoldRedistributions(), Regather(), Bucket(), LaunchEarly()))
 # Run op by op, what is gathered is held as long as the program says, so that less is gathered at once.
 EAGER = Pipeline(
     (
         CommonSubexpressions(),
         DeadCode(),
+        FoldRedistributions(),
         Regather(),
         TwoSums(),
         Bucket(shard_bytes=2**19),
@@ -24,7 +27,8 @@ EAGER = Pipeline(
 )
 
 KNOWN: dict[str, type] = {
-    snake_case(kind.__name__): kind for kind in (Bucket, CommonSubexpressions, DeadCode, LaunchEarly, Regather, TwoSums)
+    snake_case(kind.__name__): kind
+    for kind in (Bucket, CommonSubexpressions, DeadCode, FoldRedistributions, LaunchEarly, Recompute, Regather, TwoSums)
 }
 
 
@@ -46,10 +50,12 @@ __all__ = [
     "Bucket",
     "CommonSubexpressions",
     "DeadCode",
+    "FoldRedistributions",
     "LaunchEarly",
     "Pass",
     "PassRecord",
     "Pipeline",
+    "Recompute",
     "Regather",
     "Transform",
     "TwoSums",

@@ -15,6 +15,7 @@ from ..ir import collectives
 from ..ir.program import Program, call, is_part, part, producer
 from ..ir.types import TensorType
 from ..layout import Layout
+from ..mesh import Mesh
 from ..plan.cost import usual
 from .order import ordered, reorder
 
@@ -37,7 +38,7 @@ class Bucket:
 
     Args:
         bucket_bytes: A bucket is full when so much of whole values is in it; one larger value has a bucket of its own.
-            None is what a link carries in ten times its latency, so that a tenth of the time is lost to messages.
+            None is what a link carries in ten times the latency of a collective: a tenth of the time is lost to it.
         shard_bytes: Likewise for gathers of stored parameters, which hold all of a bucket from the first use of one,
             and for scatters of gradients, which hold all of one until the last is there. None is as `bucket_bytes`.
     """
@@ -64,18 +65,19 @@ class Bucket:
         for node in program.graph.nodes:
             if node.target not in _FORMS or _kind(node) != kind:
                 continue
-            found = buckets.setdefault(depths[node], [])
-            full = self._full(node)
+            found, full = buckets.setdefault(depths[node], []), self._full(node, program.mesh)
             if not found or found[-1].bytes + _size(node) > full:
                 found.append(_Bucket())
             found[-1].add(node)
         return [bucket.nodes for found in buckets.values() for bucket in found if len(bucket.nodes) > 1]
 
-    def _full(self, node: fx.Node) -> int:
+    def _full(self, node: fx.Node, mesh: Mesh) -> int:
         """The size of a bucket that a collective goes into."""
         in_shards = node.meta.get("regather") or node.target is collectives.reduce_scatter
         given = self.shard_bytes if in_shards and self.shard_bytes is not None else self.bucket_bytes
-        return usual(node.meta["type"].device).message_bytes if given is None else given
+        if given is not None:
+            return given
+        return usual(node.meta["type"].device).message_bytes(mesh[collectives.axis_of(node.target, node.args)])
 
 
 def _kind(node: fx.Node) -> tuple[Hashable, ...]:
@@ -166,7 +168,8 @@ class _Join:
         joined = self.emit(aten.cat.default, (list(values), dim), self.type.with_shape(tuple(shape)))
         sent = self.emit(op, (joined, *args), joined.meta["type"])
         count = sum(node.meta.get("count", 1) for node in self.bucket)
-        sent.meta.update(count=count, why=f"{self.first.meta['why']}; and {count - 1} more")
+        causes = tuple(cause for node in self.bucket for cause in node.meta.get("causes", ()))
+        sent.meta.update(count=count, causes=causes, why=f"{self.first.meta['why']}; and {count - 1} more")
         for key in ("regather", "again"):
             if key in self.first.meta:
                 sent.meta[key] = self.first.meta[key]

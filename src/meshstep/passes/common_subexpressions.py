@@ -27,7 +27,8 @@ class CommonSubexpressions:
             if node.op != "call_function" or is_random(node):
                 continue
             call = (node.target, _key(node.args, merged), _key(node.kwargs, merged))
-            key = (*call, node.meta["layout"], node.meta.get("again"))  # what is gathered again stays apart
+            again = (node.meta.get("again"), node.meta.get("recomputed"))  # what is made again stays apart
+            key = (*call, node.meta["layout"], again)
             if first.setdefault(key, node) is not node:
                 merged[node] = first[key]
         return program.copy(merged=merged)[0] if merged else program

@@ -155,6 +155,21 @@ def views(program: Program) -> frozenset[fx.Node]:
     return frozenset(_Storages(program, [node for node in program.graph.nodes if node.op == "call_function"]).views)
 
 
+def held_at(program: Program, place: int) -> tuple[tuple[fx.Node, int, bool], ...]:
+    """What is held while a call runs, apart from the inputs: what made it, its bytes, and whether it is an activation.
+
+    Args:
+        program: As for `live_bytes`.
+        place: The index of the call, as `Curve.nodes` has it.
+    """
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return tuple(
+        (calls[storage.born], storage.bytes, storage.forward and storage.for_backward)
+        for storage in _Storages(program, calls).found
+        if storage.born <= place <= storage.last
+    )
+
+
 @dataclass(slots=True, eq=False)
 class _Storages:
     """Finds who makes memory, who shares it, and when it is free.
@@ -214,7 +229,7 @@ def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
     """A meta tensor of the strides that a value has, and whether it lies in its first argument's memory."""
     if is_part(node):
         return values[node.args[0]][node.args[1]], True  # type: ignore[index]
-    if not _may_be_view(node):
+    if not may_be_view(node):
         types = node.meta["type"]
         return ([_meta(t) for t in types] if isinstance(types, tuple) else _meta(types)), False
     op: Any = _COPIES.get(node.target, node.target)  # type: ignore[call-overload]
@@ -229,7 +244,8 @@ def _meta(type_: TensorType | None) -> Tensor | None:
     return None if type_ is None else torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
 
-def _may_be_view(node: fx.Node) -> bool:
+def may_be_view(node: fx.Node) -> bool:
+    """Whether the value of a call may lie in the memory of its first argument."""
     op: Any = node.target
     if not isinstance(op, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return False

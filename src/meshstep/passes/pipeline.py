@@ -28,6 +28,15 @@ class Pass(Protocol):
         ...
 
 
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A pass whose choices depend on the passes that follow it."""
+
+    def before(self, rest: Pipeline) -> Pass:
+        """The pass, when `rest` comes after it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PassRecord:
     """What one pass did.
@@ -87,9 +96,10 @@ class Pipeline:
         Raises:
             PassError: A pass made something that is no program.
         """
-        for pass_ in self.passes:
+        for i, pass_ in enumerate(self.passes):
             began = time.perf_counter()
-            changed = pass_(program)
+            run = pass_.before(Pipeline(self.passes[i + 1 :])) if isinstance(pass_, LooksAhead) else pass_
+            changed = run(program)
             seconds = time.perf_counter() - began
             if not isinstance(changed, Program):
                 raise PassError(

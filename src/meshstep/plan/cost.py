@@ -6,6 +6,7 @@ plan pins what it promises, so that it does not hang on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,10 +38,9 @@ class Hardware:
     memory: float = 8_000.0
     flops: float = 30_000.0
 
-    @property
-    def message_bytes(self) -> int:
-        """What a link carries in ten times the latency of a message."""
-        return int(10 * self.latency * self.link)
+    def message_bytes(self, size: int) -> int:
+        """What a link carries in ten times the latency of a collective of `size` ranks, by a tree."""
+        return int(10 * self.latency * max(1.0, math.log2(size)) * self.link)
 
     def redistribution(
         self, type_: TensorType, source: Placement, target: Placement, size: int, stride: int = 1
@@ -76,7 +76,7 @@ class Hardware:
         return max(moved / self.memory, work / self.flops) / shrink
 
 
-_ACCELERATOR = Hardware(latency=20.0, link=100_000.0, memory=2_000_000.0, flops=200_000_000.0)
+_ACCELERATOR = Hardware(latency=10.0, link=100_000.0, memory=2_000_000.0, flops=200_000_000.0)
 
 
 def usual(device_type: str) -> Hardware:

@@ -62,7 +62,10 @@ def decide(
         found = replace(found, regather=left.stored())
     values = tuple((node.name, rule.outputs) for node, rule in found.rules.items())
     lies = tuple((str(slot), placement) for slot, placement in placed.items() if slot.kind in STATE_KINDS)
-    return found, replace(plan, values=values, state=lies, whole=state.whole)
+    why = dict(state.reasons) | dict.fromkeys(arguments, "lies so already")
+    reasons = tuple((str(slot), why[slot]) for slot in placed if slot.kind in STATE_KINDS)
+    decided = replace(plan, values=values, state=lies, whole=state.whole, reasons=reasons)
+    return replace(found, allowed=left.rules, calls=calls), decided
 
 
 def _merged(program: Program, inputs: Sequence[Placement]) -> frozenset[int]:

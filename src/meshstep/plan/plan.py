@@ -14,7 +14,7 @@ from ..layout import placement_text, shard_dim
 from ..mesh import Mesh
 from . import files
 
-_WRITTEN_APART = ("patterns", "state", "whole", "values")
+_WRITTEN_APART = ("patterns", "state", "whole", "values", "reasons")
 Choice = str | int | Placement  # a style ("colwise"), a ZeRO stage, or the placement itself
 
 
@@ -35,6 +35,7 @@ class AxisPlan:
         state: Placement of state by name as a plan's text has it (`parameter fc1.weight`), once it is decided.
         whole: State that was to be sharded, and of which no dim divides, once it is decided.
         values: Placement of every computed value by its name in the program, once it is decided.
+        reasons: Why each state lies as it does, by the names of `state`, once it is decided.
     """
 
     axis: str
@@ -49,9 +50,10 @@ class AxisPlan:
     state: tuple[tuple[str, Placement], ...] = ()
     whole: tuple[str, ...] = ()
     values: tuple[tuple[str, tuple[Placement | None, ...]], ...] = field(default=(), repr=False)
+    reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
 
     def data(self) -> dict[str, Any]:
-        """What a file has of it: all but the placements of computed values, which follow from the rest."""
+        """What a file has of it: all but what follows from the rest."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WRITTEN_APART}
         return plain | {
             "patterns": {pattern: files.written(choice) for pattern, choice in self.patterns},
@@ -67,7 +69,7 @@ class AxisPlan:
             ValueError: It is none.
         """
         return cls(
-            **files.scalars(data, {f.name for f in fields(cls)} - {"values"}),
+            **files.scalars(data, {f.name for f in fields(cls)} - {"values", "reasons"}),
             patterns=tuple((str(pattern), files.choice(choice)) for pattern, choice in data["patterns"].items()),
             state=tuple((str(name), files.placement(text, str(name))) for name, text in data["state"].items()),
             whole=tuple(map(str, data["whole"])),

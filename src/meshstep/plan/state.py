@@ -13,12 +13,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
 from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
-from ..ir.types import TensorType
+from ..ir.types import TensorType, bytes_text
 from ..layout import REPLICATE, blocks, placement_text, shard, shard_dim
 from .plan import AxisPlan, Choice, Plan
 from .styles import Styles
 
 _FROM_STAGE = {SlotKind.OPTIMIZER_STATE: 1, SlotKind.GRADIENT: 2, SlotKind.PARAMETER: 3}
+_OTHER_SHAPE = "not of its parameter's shape"
 Named = Mapping[str, Mapping[str, Placement]]  # of parameters that are computed with as they lie: by axis, then name
 
 
@@ -29,10 +30,12 @@ class StatePlaces:
     Args:
         placements: The placement of every slot of state, existing or new.
         whole: State that was to be sharded and of which no dim divides.
+        reasons: Why each lies so, in words.
     """
 
     placements: Mapping[Slot, Placement] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
+    reasons: Mapping[Slot, str] = field(default_factory=dict)
 
 
 def named_placements(program: Program, plan: Plan) -> Named:
@@ -92,40 +95,74 @@ class _Placing:
         self.whole: list[str] = []
 
     def run(self) -> StatePlaces:
-        placements = {slot: self._place(slot, type_) for slot, type_ in self.types.items()}
-        return StatePlaces(placements, tuple(self.whole))
+        found = {slot: self._place(slot, type_) for slot, type_ in self.types.items()}
+        placements = {slot: placement for slot, (placement, _) in found.items()}
+        return StatePlaces(placements, tuple(self.whole), {slot: reason for slot, (_, reason) in found.items()})
 
-    def _place(self, slot: Slot, type_: TensorType) -> Placement:
+    def _place(self, slot: Slot, type_: TensorType) -> tuple[Placement, str]:
+        """The placement of a slot, and why."""
         decided = self.decided.get(str(slot))
         if decided is not None:
-            return _fitting(decided, type_, slot, self.plan, self.size)
+            return _fitting(decided, type_, slot, self.plan, self.size), "decided by the plan that was given"
         owner = owner_of(slot, self.parameters)
-        if owner is None or self.size == 1:
-            return REPLICATE
+        if owner is None:
+            return REPLICATE, "belongs to no parameter"
+        if self.size == 1:
+            return REPLICATE, "there is one rank along this axis"
         if owner in self.named:
-            return self.named[owner] if type_.shape == self.parameters[owner].shape else REPLICATE
+            if type_.shape != self.parameters[owner].shape:
+                return REPLICATE, _OTHER_SHAPE
+            return self.named[owner], self._said(owner)
         return self._by_stage(slot, type_, owner)
 
-    def _by_stage(self, slot: Slot, type_: TensorType, owner: str) -> Placement:
+    def _said(self, owner: str) -> str:
+        """What the plan says of a parameter, as a reason."""
+        said = pattern_of(self.plan, owner)
+        assert said is not None
+        pattern, choice = said
+        text = placement_text(choice) if isinstance(choice, Placement) else str(choice)
+        return f"{self.plan.kind} names {pattern!r}: {text}"
+
+    def _by_stage(self, slot: Slot, type_: TensorType, owner: str) -> tuple[Placement, str]:
         choice = choice_of(self.plan, owner)
         stage = choice if isinstance(choice, int) else self.plan.stage
-        if stage < _FROM_STAGE.get(slot.kind, 4) or self.parameters[owner].nbytes < self.plan.min_bytes:
-            return REPLICATE
+        if stage < _FROM_STAGE.get(slot.kind, 4):
+            what = f"{slot.kind.value}s" if stage else "state"
+            said = self._said(owner) if isinstance(choice, int) else f"{self.plan.kind} shards no {what}"
+            return REPLICATE, said
+        if self.parameters[owner].nbytes < self.plan.min_bytes:
+            return REPLICATE, f"the parameter is smaller than {bytes_text(self.plan.min_bytes)}"
         if isinstance(choice, Placement):
-            same = type_.shape == self.parameters[owner].shape
-            return _fitting(choice, type_, slot, self.plan, self.size) if same else REPLICATE
+            if type_.shape != self.parameters[owner].shape:
+                return REPLICATE, _OTHER_SHAPE
+            return _fitting(choice, type_, slot, self.plan, self.size), self._said(owner)
         taken = {shard_dim(places[owner]) for places in self.others if owner in places}
         fitting = (d for d, n in enumerate(type_.shape) if n and n % self.size == 0 and d not in taken)
         dim = next(fitting, None)
-        if dim is None and type_.ndim:
+        if dim is not None:
+            first = f"{self.plan.kind}: dim {dim} is the first that {self.size} ranks divide"
+            return shard(dim), first + _but(taken, dim)
+        if type_.ndim:
             self.whole.append(str(slot))
-        return REPLICATE if dim is None else shard(dim)
+        return REPLICATE, f"no free dim divides by {self.size}" if type_.ndim else "a single number"
+
+
+def _but(taken: set[int | None], dim: int) -> str:
+    """What is said of dims before `dim` that another axis computes with."""
+    others = [str(d) for d in sorted(t for t in taken if t is not None) if d < dim]
+    return f", and dim {', '.join(others)} is split by another axis" if others else ""
 
 
 def choice_of(plan: AxisPlan, name: str) -> Choice | None:
     """What a plan says of a parameter or module: the first pattern that fits it, or a module that it is in."""
+    said = pattern_of(plan, name)
+    return None if said is None else said[1]
+
+
+def pattern_of(plan: AxisPlan, name: str) -> tuple[str, Choice] | None:
+    """The first pattern of a plan that fits a parameter or module, or a module that it is in, with its choice."""
     above = _above(name)
-    return next((choice for pattern, choice in plan.patterns if any(fnmatchcase(n, pattern) for n in above)), None)
+    return next((said for said in plan.patterns if any(fnmatchcase(n, said[0]) for n in above)), None)
 
 
 @cache

@@ -24,6 +24,11 @@ def unregister(op: OpOverload) -> None:
     _registered.pop(op, None)
 
 
+def registered(op: OpOverload) -> Entry | None:
+    """What an op was given by `register`."""
+    return _registered.get(op)
+
+
 def is_registered(op: OpOverload) -> bool:
     """Whether an op was given rules by `register`."""
     return op in _registered

@@ -52,7 +52,7 @@ def rule(op: OpOverload, *, localize: Localize | None = None, validate: bool = T
     Raises:
         RuleError: `op` is no op. At the first use: a rule does not fit the op's arguments, or is wrong.
     """
-    where = _caller()
+    where, path = _caller(), traceback.extract_stack(limit=2)[0].filename
     given: Any = op
     if not isinstance(given, OpOverload):
         raise RuleError(
@@ -62,11 +62,18 @@ def rule(op: OpOverload, *, localize: Localize | None = None, validate: bool = T
         )
 
     def register(rules: R) -> R:
-        checked = Checked(op, rules, where, validate)
+        checked = Checked(op, rules, where, validate, path)
         lookup.register(op, Entry(checked, localize, permutes=False))
         return rules
 
     return register
+
+
+def origin(op: OpOverload) -> tuple[str, str] | None:
+    """Where a user has given an op rules: the line for people, and the path of the file; None if nobody has."""
+    entry = lookup.registered(op)
+    given = None if entry is None else entry.rules
+    return (given.where, given.path) if isinstance(given, Checked) else None
 
 
 def registered_with_torch(op: OpOverload) -> Entry | None:
@@ -120,12 +127,14 @@ class Checked:
         rules: Gives them.
         where: Where the user wrote them.
         validate: Whether they are run.
+        path: The file in which they were registered; "" if unknown.
     """
 
     op: OpOverload
     rules: Rules
     where: str
     validate: bool
+    path: str = ""
     valid: set[Any] = field(default_factory=set)
 
     def __call__(self, call: OpCall) -> list[Rule]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError, RankMismatchError
-from ..ir.printer import program_text
+from ..ir.printer import exact_text, program_text
 from ..ir.program import STATE_KINDS, Program, Slot, SlotKind
 from ..ir.types import TensorType
 from ..layout import REPLICATE, Layout
@@ -21,7 +22,7 @@ from ..mesh import Mesh
 from .cache import FIRST_CALL
 from .world import exchange, world
 
-FIRST_CALL_S, LATER_CALL_S = 300.0, 20.0  # ranks start apart; later all are in the same step
+FIRST_CALL_S, LATER_CALL_S = 300.0, 8.0  # ranks start apart; later all are in the same step
 
 
 def agree_on_call(topic: str, names: Sequence[str], leaves: Sequence[Any], reason: str) -> None:
@@ -72,7 +73,7 @@ def agree_on_state(topic: str, slots: Sequence[Slot], inputs: Sequence[Tensor]) 
     Raises:
         RankMismatchError: They do not; names the first such tensor.
     """
-    compared = (*STATE_KINDS, SlotKind.HYPERPARAMETER)
+    compared = (*STATE_KINDS, SlotKind.HYPERPARAMETER, SlotKind.CONSTANT)
     whole = [
         (str(slot), tensor)
         for slot, tensor in zip(slots, inputs, strict=True)
@@ -145,28 +146,47 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack([wide.sum(), wide @ places]).cpu()
 
 
-def agree_on_program(topic: str, program: Program) -> None:
-    """See that all ranks run the same program.
+def agree_on_program(topic: str, program: Program, plan: str = "") -> None:
+    """See that all ranks run the same program: the same collectives in the same order, as it is one straight line.
+
+    Args:
+        topic: Of this step and compilation, the same on all ranks.
+        program: The local program after all passes.
+        plan: The plan as text.
 
     Raises:
         RankMismatchError: They would not; names the ranks and the first line that differs.
     """
-    text = f"torch {torch.__version__}\n{program_text(program)}"
-    digests = exchange(f"{topic}/digest", hashlib.sha256(text.encode()).hexdigest(), FIRST_CALL_S)
+    head = f"python {platform.python_version()}, torch {torch.__version__}\n{plan}\n"
+    exact = head + exact_text(program)
+    digests = exchange(f"{topic}/digest", hashlib.sha256(exact.encode()).hexdigest(), FIRST_CALL_S)
     if len(set(digests)) == 1:
         return
     absent = [rank for rank, digest in enumerate(digests) if digest is None]
     if absent:
         raise RankMismatchError(f"{_ranks(absent)} did not compile the step", at=topic.split("/")[0])
-    texts = exchange(f"{topic}/text", text, LATER_CALL_S)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    lines = difflib.ndiff((texts[0] or "").splitlines(), (texts[other] or "").splitlines())
-    changed = [line.strip() for line in lines if line[0] in "-+"][:2]
+    changed = next(
+        filter(None, (_changed(f"{topic}/{form}", text, other) for form, text in _forms(head, program, exact))), []
+    )
     raise RankMismatchError(
         f"ranks 0 and {other} would run different programs",
         at="\n       ".join([topic.split("/")[0], *changed]),
         hint="the same Python flags and the same model on all ranks",
     )
+
+
+def _forms(head: str, program: Program, exact: str) -> Iterator[tuple[str, str]]:
+    """The texts in which a difference is looked for: the one for people may cut it off."""
+    yield "text", head + program_text(program)
+    yield "exact", exact
+
+
+def _changed(topic: str, text: str, other: int) -> list[str]:
+    """The first line that differs between rank 0 and another one: both of its forms."""
+    texts = exchange(topic, text, LATER_CALL_S)
+    lines = difflib.ndiff((texts[0] or "").splitlines(), (texts[other] or "").splitlines())
+    return [line.strip() for line in lines if line[0] in "-+"][:2]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.lower import kept_results
 from .backends import Runner
+from .replicas import Replicas
 from .sharded import Shards, sharded_results, to_dtensor
 from .simulate import gather, run_ranks, scatter, without_autocast
 
@@ -35,13 +36,17 @@ class LocalExecutor:
         run: The lowered program.
         shards: Gives this rank's part of the state.
         wrap: Makes what the user gets of a result and its layout.
+        number: Which of the step's programs it is, the same on all ranks.
     """
 
-    def __init__(self, captured: Captured, program: Program, run: Runner, shards: Shards, wrap: Wrap) -> None:
+    def __init__(
+        self, captured: Captured, program: Program, run: Runner, shards: Shards, wrap: Wrap, number: int = 0
+    ) -> None:
         """Note which results the lowered program returns."""
         self._captured, self._run, self._shards, self._wrap = captured, run, shards, wrap
         self._mesh, self._sharded = program.mesh, sharded_results(program)
         self._kept = kept_results(program)
+        self.replicas, self.number = Replicas(program), number
         self._layouts = [node.meta["layout"] for _, node in program.outputs]
 
     def __call__(self, leaves: list[Any], inputs: list[Tensor]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,15 @@ class Seed:
         if initial != self._initial or (self._drawn and _is_fresh(initial)):
             self._initial, self._agreed, self._step, self._drawn = initial, None, -1, False
         self._step += 1
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Inside, it is as in the next call, which is still the next one afterwards."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self._step -= 1
 
     def now(self, device: torch.device) -> Tensor:
         """The seed and the step: i64[2].

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -30,12 +30,16 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+Watch = Callable[[fx.Node, list[Any]], Any]  # is shown a node and its value on each rank
+
+
+def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]], watch: Watch | None = None) -> list[list[Tensor]]:
     """Execute a program.
 
     Args:
         program: A program partitioned along every axis of its mesh.
         inputs: For each rank, one tensor a slot.
+        watch: Is shown every value when it is computed.
 
     Returns:
         For each rank, one tensor a result.
@@ -49,6 +53,8 @@ def run_ranks(program: Program, inputs: Sequence[Sequence[Tensor]]) -> list[list
         for node in program.graph.nodes:
             if node.op == "call_function":
                 values[node] = _call(node, values, program.mesh)
+                if watch is not None:
+                    watch(node, values[node])
                 for done in last.get(node, ()):
                     del values[done]
     outputs: Any = program.output_node.args[0]
@@ -120,15 +126,16 @@ def _call(node: fx.Node, values: dict[fx.Node, list[Any]], mesh: Mesh) -> list[A
         return _collective(node, values, mesh)
     target: Any = node.target
     if target is operator.getitem or torch.Tag.nondeterministic_seeded not in target.tags:
-        return [_run(node, values, rank) for rank in ranks]
+        return [run_node(node, values, rank) for rank in ranks]
     others = []
     for rank in ranks[1:]:
         with torch.random.fork_rng():  # all ranks draw the same numbers: they share a seed
-            others.append(_run(node, values, rank))
-    return [_run(node, values, 0), *others]
+            others.append(run_node(node, values, rank))
+    return [run_node(node, values, 0), *others]
 
 
-def _run(node: fx.Node, values: dict[fx.Node, list[Any]], rank: int) -> Any:
+def run_node(node: fx.Node, values: Mapping[fx.Node, Sequence[Any]], rank: int) -> Any:
+    """What a call that is no collective gives on one rank."""
     arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
     args, kwargs = arguments
     if node.target in _STRICT_VIEWS:

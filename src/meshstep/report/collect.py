@@ -17,8 +17,8 @@ from ..ir.types import TensorType, dtype_text
 from ..layout import Layout, placement_text
 from ..passes.liveness import Curve, held_at, live_bytes, memory
 from ..passes.timeline import Event, Timeline, timeline
-from ..plan.hardware import Hardware
 from ..plan.decision import Stage
+from ..plan.hardware import Hardware
 from ..plan.plan import Plan
 from ..plan.state import owner_of
 from .alternatives import Alternatives

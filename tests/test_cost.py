@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +223,19 @@ def test_a_lowered_step_has_a_cost_by_the_name_of_a_device():
     assert found.cost(SIMPLE) == found.timeline(SIMPLE).total
     with pytest.raises(ms.InputError, match="no device 'h101'"):
         found.cost("h101")
+
+
+def test_the_code_of_the_page_runs():
+    text = (Path(__file__).parents[1] / "docs" / "cost.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "cost.md", "exec"), {"__name__": "docs"})
+    assert ms.hardware.get("Half-H100").capacity == 40 * 10**9
+
+
+def test_ranks_measure_their_machine_and_agree_on_the_link(pools):
+    found = pools(2).run(ms.hardware.measure)
+    assert found[0].latency == found[1].latency > 1
+    assert found[0].link == found[1].link > 1
+    for one in found:
+        assert one.rate(torch.float32) > one.memory > one.launch > 0
+        assert one.capacity > 2**28

@@ -24,7 +24,8 @@ from .errors import InputError, MeshstepError
 from .lowered import Lowered
 from .mesh import Mesh
 from .passes import DEFAULT
-from .plan import hardware, named
+from .plan import named
+from .plan.hardware import table as devices
 from .plan.plan import Plan, load
 from .progress import Progress
 from .report.page import page
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = command("plan", _plan, "which parallelism, what it costs, and whether it fits; nothing is run")
     _add_step(plan)
-    plan.add_argument("--device", metavar="NAME", help=f"what the times are for: {', '.join(hardware.table)} (cpu)")
+    plan.add_argument("--device", metavar="NAME", help=f"what the times are for: {', '.join(devices)} (cpu)")
     plan.add_argument(
         "--memory", metavar="SIZE", help="what a rank may hold: 80GiB, 24GB; that of the device if left out"
     )

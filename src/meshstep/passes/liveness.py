@@ -150,6 +150,11 @@ def live_bytes(program: Program) -> Curve:
     return Curve(tuple(calls), tuple(activations), tuple(temporaries))
 
 
+def views(program: Program) -> frozenset[fx.Node]:
+    """The calls whose values lie in the memory of what they read: those compute nothing."""
+    return frozenset(_Storages(program, [node for node in program.graph.nodes if node.op == "call_function"]).views)
+
+
 def held_at(program: Program, place: int) -> tuple[tuple[fx.Node, int, bool], ...]:
     """What is held while a call runs, apart from the inputs: what made it, its bytes, and whether it is an activation.
 
@@ -163,11 +168,6 @@ def held_at(program: Program, place: int) -> tuple[tuple[fx.Node, int, bool], ..
         for storage in _Storages(program, calls).found
         if storage.born <= place <= storage.last
     )
-
-
-def views(program: Program) -> frozenset[fx.Node]:
-    """The calls whose values lie in the memory of what they read: those compute nothing."""
-    return frozenset(_Storages(program, [node for node in program.graph.nodes if node.op == "call_function"]).views)
 
 
 @dataclass(slots=True, eq=False)

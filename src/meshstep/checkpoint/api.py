@@ -115,6 +115,8 @@ def save(
     Raises:
         CheckpointError: It cannot be written; or the save before this one, that went on in the background, failed.
     """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"keep={keep!r}", at="checkpoint.save(keep=...)", hint="at least 1, or None to keep all")
     while _running:
         _running.pop().wait()
     target = Path(path)
@@ -201,7 +203,7 @@ def _write(path: Path, flat: Flat, described: Mapping[str, Any], token: str, kee
         if first:
             torch.save(flat.python, directory / files.PYTHON)
         mine = sorted(p.name for p in directory.glob(f"__{world().rank}_*"))
-        mine += [".metadata", files.PYTHON] if first else []
+        mine += [files.METADATA, files.PYTHON] if first else []
         said.message = json.dumps(files.digests(directory, [n for n in mine if (directory / n).is_file()]))
     with _together("finish", token):
         if first:
@@ -288,6 +290,13 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _objects(step_or_dict: Any) -> dict[str, Any]:
     if isinstance(step_or_dict, Mapping):
+        unnamed = next((name for name in step_or_dict if not isinstance(name, str)), None)
+        if unnamed is not None:
+            raise CheckpointError(
+                f"an object by {unnamed!r} instead of a name",
+                at="checkpoint.save or load(path, step_or_dict)",
+                hint="{'model': model, 'optimizer': optimizer}",
+            )
         return dict(step_or_dict)
     if isinstance(step_or_dict, HasObjects):
         return step_or_dict.objects()
@@ -295,7 +304,7 @@ def _objects(step_or_dict: Any) -> dict[str, Any]:
         return {"model": step_or_dict}
     raise CheckpointError(
         f"a {type(step_or_dict).__name__} instead of objects by name",
-        at="checkpoint.save(path, step_or_dict)",
+        at="checkpoint.save or load(path, step_or_dict)",
         hint="{'model': model, 'optimizer': optimizer}, or a compiled step",
     )
 

@@ -79,6 +79,21 @@ class Pipeline:
     passes: tuple[Pass, ...]
     check_types: bool = False
 
+    def __post_init__(self) -> None:
+        """See that there are passes.
+
+        Raises:
+            InputError: There is something else.
+        """
+        given: Any = self.passes
+        wrong = [given] if not isinstance(given, tuple) else [p for p in given if not callable(p)]
+        if wrong:
+            raise InputError(
+                f"{wrong[0]!r} is no pass",
+                at="Pipeline(passes)",
+                hint="a tuple of passes: Pipeline((DeadCode(), Bucket())); of text: meshstep.passes.pipeline(text)",
+            )
+
     def __iter__(self) -> Iterator[Pass]:
         """The passes."""
         return iter(self.passes)
@@ -161,8 +176,16 @@ def _parsed(text: str, known: dict[str, type]) -> Pass:
         raise InputError(f"no pass: {error}", at=where, hint="dead_code | bucket(bucket_bytes=4096)") from None
     if name not in known:
         raise InputError(f"no pass {name!r}", at=where, hint=", ".join(sorted(known)))
-    try:
-        return known[name](**options)
-    except TypeError:
-        fields = ", ".join(f.name for f in dataclasses.fields(known[name]))
-        raise InputError(f"{name} has no such options", at=where, hint=fields or "no options") from None
+    fields = {field.name: field for field in dataclasses.fields(known[name])}
+    if not options.keys() <= fields.keys():
+        raise InputError(f"{name} has no such options", at=where, hint=", ".join(fields) or "no options")
+    for key, value in options.items():
+        if not _is_like(value, fields[key].default):
+            raise InputError(f"{key} is {value!r}", at=where, hint=f"as in {key}={fields[key].default!r}")
+    made: Pass = known[name](**options)
+    return made
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Whether an option may have a value: of the default's type, and from 0 on if that is a number."""
+    return type(value) is type(default) and not (isinstance(value, int) and value < 0)

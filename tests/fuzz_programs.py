@@ -250,6 +250,7 @@ def drawn_pipeline(chance: random.Random) -> str | None:
     if chance.random() < 0.5:
         return None
     options = {"bucket": ("", "(bucket_bytes=64)", "(shard_bytes=0)"), "launch_early": ("", "(prefetch=False)")}
+    options["recompute"] = ("(memory=1000)", "(memory=100000)")
     names = chance.choices(sorted(KNOWN), k=chance.randint(0, 6))
     return " | ".join(name + chance.choice(options.get(name, ("",))) for name in names)
 

@@ -220,6 +220,7 @@ CASES: dict[str, Callable[[World], Any]] = {
     "compile, unknown pass": lambda w: ms.compile(passes="dead_code | fuse")(train_step),
     "compile, unknown option of a pass": lambda w: ms.compile(passes="bucket(size=3)")(train_step),
     "compile, wrong value of an option of a pass": lambda w: w.simulate(passes="bucket(bucket_bytes='big')"),
+    "compile, a pass without its option": lambda w: ms.compile(passes="recompute")(train_step),
     "compile, code for a pass": lambda w: ms.compile(passes="__import__('os').system('true')")(train_step),
     "compile, inputs of a list": lambda w: ms.compile(inputs=["x"])(train_step),  # type: ignore[call-overload]
     "compile, inputs of text": lambda w: ms.compile(inputs={"x": "S(0)"})(train_step),  # type: ignore[call-overload]

@@ -179,13 +179,19 @@ def _parsed(text: str, known: dict[str, type]) -> Pass:
     fields = {field.name: field for field in dataclasses.fields(known[name])}
     if not options.keys() <= fields.keys():
         raise InputError(f"{name} has no such options", at=where, hint=", ".join(fields) or "no options")
+    for key, field in fields.items():
+        if key not in options and field.default is dataclasses.MISSING:
+            raise InputError(f"{name} needs {key}", at=where, hint=f"{name}({key}=...)")
     for key, value in options.items():
-        if not _is_like(value, fields[key].default):
-            raise InputError(f"{key} is {value!r}", at=where, hint=f"as in {key}={fields[key].default!r}")
+        if not _fits(value, str(fields[key].type)):
+            raise InputError(f"{key} is {value!r}", at=where, hint=f"{key}: {fields[key].type}, from 0 on if a number")
     made: Pass = known[name](**options)
     return made
 
 
-def _is_like(value: object, default: object) -> bool:
-    """Whether an option may have a value: of the default's type, and from 0 on if that is a number."""
-    return type(value) is type(default) and not (isinstance(value, int) and value < 0)
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether an option may have a value: of one of the types that are written for it, and from 0 on if a number."""
+    kinds = annotation.split(" | ")
+    named = type(value).__name__ in kinds or (value is None and "None" in kinds)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (named or (number and "float" in kinds)) and not (number and value < 0)

@@ -6,12 +6,13 @@ RUN := .venv/bin/python
 READY := .venv/.ready
 RANKS ?= 2
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 # One thread a rank: ranks that share a machine must not fight for its cores.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check format bench rules clean
+.PHONY: help setup demo test check format bench rules fuzz clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -49,6 +50,9 @@ bench: $(READY)  ## time meshstep against DDP, side by side
 
 rules: $(READY)  ## run every sharding rule on real shards and print what is covered
 	$(RUN) tests/rules_report.py
+
+fuzz: $(READY)  ## compare 2,000 random programs and 500 random plans of models with plain torch, about 20 minutes
+	PYTHONPATH=tests:examples $(RUN) tests/fuzz_programs.py $(FUZZ_ARGS)
 
 clean:  ## remove all that the other targets made
 	rm -rf .venv build dist runs bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -218,7 +218,7 @@ def test_a_second_backward_is_refused_as_in_torch() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: ms.SPMD(3, ALONE), ms.InputError, "SPMD got a int instead of a module"),  # type: ignore[arg-type]
+        (lambda: ms.SPMD(3, ALONE), ms.InputError, "a int instead of a module\n  at   SPMD"),  # type: ignore[arg-type]
         (lambda: ms.SPMD(Mlp(), [R]), ms.InputError, "instead of a Schema"),  # type: ignore[arg-type]
         (lambda: ms.SPMD(Mlp(), {}), ms.InputError, "no schema instead of a Schema"),
         (lambda: ms.SPMD(Mlp(), ALONE, [ms.Schema(Mesh(tp=1), [R])]), ms.InputError, "different meshes"),

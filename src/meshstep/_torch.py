@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +102,13 @@ def compile_with_inductor(
     with torch.no_grad(), config.patch(_WAIT_LATE):
         compiled: Any = compile_fx(module, list(inputs), decompositions={**select_decomp_table(), **expansions})
         return compiled
+
+
+def inductor_cache() -> Path:
+    """The directory that Inductor keeps compiled code in, whether it is there or not."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()).absolute()
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[tuple[Callable, ...], tuple[Callable, ...]]:

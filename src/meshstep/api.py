@@ -8,6 +8,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from .arguments import Call, Inputs, argument_layouts, bind_call, dynamic_dims, placements_along
+from .arguments import Call, Inputs, argument_layouts, bind_call, check_inputs, dynamic_dims, placements_along
 from .blame import Culprit, find_culprit
 from .capture.capture import Captured, capture, is_capturing
 from .capture.source import name_of
@@ -160,7 +161,8 @@ class Step(ABC):
             kwargs: Likewise.
         """
         simulated = SimulatedStep(self._function, self._options_for(self._mesh()))
-        return compare(self._function, simulated, lambda i: (args, kwargs), steps, locate=simulated.culprit)
+        with _random_state_kept():
+            return compare(self._function, simulated, lambda i: (args, kwargs), steps, locate=simulated.culprit)
 
     def find_non_finite(self, *args: Any, **kwargs: Any) -> NonFinite | None:
         """The first value of a call that is NaN or infinite while what it is made of is not; None if there is none.
@@ -512,7 +514,7 @@ def simulate(
     """
     given: Any = passes
     options = Options(mesh, plan, inputs, "full", "eager", given, module_override, gm_transformation, memory)
-    return SimulatedStep(function, _checked(options))
+    return SimulatedStep(_plain(function, "simulate(...)"), _checked(options))
 
 
 def _decorator(kind: type[CompiledStep], function: Callable[..., Any] | None, options: Options) -> Any:
@@ -520,10 +522,14 @@ def _decorator(kind: type[CompiledStep], function: Callable[..., Any] | None, op
 
 
 def _step(kind: type[CompiledStep], function: Any, options: Options) -> CompiledStep:
+    return kind(_plain(function, "compile(...)"), options)
+
+
+def _plain(function: Any, where: str) -> Callable[..., Any]:
     if isinstance(function, Step) or not callable(function):
         what = "a step that is compiled already" if isinstance(function, Step) else f"a {type(function).__name__}"
-        raise InputError(f"{what} instead of a function", at="compile(...)", hint="decorate the plain function, once")
-    return kind(function, options)
+        raise InputError(f"{what} instead of a function", at=where, hint="the plain function, once")
+    return function
 
 
 def _options(given: dict[str, Any]) -> Options:
@@ -554,6 +560,7 @@ def _checked(options: Options) -> Options:
             raise InputError(
                 f"{name} is a {type(value).__name__}", at=f"compile({name}=...)", hint=f"a meshstep.{kind.__name__}"
             )
+    check_inputs(options.inputs)
     passes: Any = options.passes
     if not isinstance(passes, Pipeline | None):
         raise InputError(
@@ -599,10 +606,21 @@ def verify(
         backend: Only "eager" can play several ranks in one process.
 
     Raises:
-        InputError: `make_args` or `backend` is not as said.
+        InputError: `make_args`, `dtype` or `backend` is not as said.
     """
     if backend != "eager":
         raise InputError(f"backend {backend!r} in verify", at="verify(backend=...)", hint='"eager"')
+    given: Any = dtype
+    if not (given is None or (isinstance(given, torch.dtype) and given.is_floating_point)):
+        raise InputError(
+            f"dtype {dtype!r} in verify", at="verify(dtype=...)", hint="torch.float64, or None to leave all as it is"
+        )
     wide = function if dtype is None else widened(function, dtype)
     step = simulate(wide, mesh=mesh, plan=plan)
-    return compare(wide, step, make_args, steps, dtype, step.culprit)
+    with _random_state_kept():
+        return compare(wide, step, make_args, steps, dtype, step.culprit)
+
+
+def _random_state_kept() -> AbstractContextManager[None]:
+    """What is drawn inside is not drawn outside: a comparison changes nothing of the caller's."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

@@ -110,9 +110,10 @@ def argument_layouts(
         whole: The leaves have global shape; one whose rows do not divide evenly is replicated.
 
     Raises:
-        InputError: `inputs` names no argument.
+        InputError: `inputs` names no argument, or an axis that the mesh lacks.
     """
     _check_names(call, inputs or {})
+    _check_axes(mesh, inputs or {})
     batch = {axis: dim for axis, dim in plan.batch_dims().items() if mesh[axis] > 1}
     layouts = [
         _own(leaf, name, mesh, whole) if isinstance(leaf, DTensor) else _layout(leaf, name, mesh, batch, inputs or {})
@@ -123,6 +124,37 @@ def argument_layouts(
         if whole
         else layouts
     )
+
+
+def check_inputs(inputs: Any) -> None:
+    """See that what the user says of arguments are layouts by name.
+
+    Raises:
+        InputError: They are not.
+    """
+    if inputs is None:
+        return
+    entries = dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}
+    for name, said in entries.items():
+        layout = said.layout if isinstance(said, Dynamic) else said
+        if not isinstance(name, str) or not isinstance(layout, Layout | Placement | None) or said is None or not name:
+            raise InputError(
+                f"{f'inputs has {said!r} for {name!r}' if name else f'inputs is a {type(inputs).__name__}'}",
+                at="compile(inputs=...)",
+                hint="layouts by the names of arguments: {'x': Shard(0), 'mask': Layout(...), 'ids': dynamic(0)}",
+            )
+
+
+def _check_axes(mesh: Mesh, inputs: Inputs) -> None:
+    for name, said in inputs.items():
+        layout = said.layout if isinstance(said, Dynamic) else said
+        for axis in [axis for axis, _ in layout.placements] if isinstance(layout, Layout) else []:
+            if axis not in mesh:
+                raise InputError(
+                    f"inputs has axis {axis!r} for {name!r}, which the mesh lacks",
+                    at=str(mesh),
+                    hint=f"one of {', '.join(map(repr, mesh.axes))}",
+                )
 
 
 def dynamic_dims(call: Call, inputs: Inputs | None) -> tuple[tuple[int, int], ...]:

@@ -117,6 +117,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> int:
     if not Path(given.script).is_file():
         raise InputError(f"no file {given.script}", at="meshstep run", hint="meshstep run -n 2 train.py")
+    if given.ranks < 1:
+        raise InputError(f"{given.ranks} ranks", at="meshstep run -n", hint="at least 1: meshstep run -n 2 train.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # ranks that share cores must not fight for them
     done = subprocess.run([sys.executable, *launcher, given.script, *given.arguments], env=environment, check=False)
@@ -247,6 +249,8 @@ def _mesh(text: str) -> Mesh:
         axis, _, size = part.partition("=")
         if not axis.strip().isidentifier() or not size.strip().isdigit():
             raise InputError(f"{part!r} is no axis", at=f"--mesh {text}", hint="--mesh dp=8,tp=4")
+        if axis.strip() in sizes:
+            raise InputError(f"axis {axis.strip()!r} is there twice", at=f"--mesh {text}", hint="--mesh dp=8,tp=4")
         sizes[axis.strip()] = int(size)
     return Mesh(**sizes)
 

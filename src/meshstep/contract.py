@@ -119,7 +119,8 @@ def contract(
             return returned
 
         def state_of(module: nn.Module) -> S | None:
-            record = _record(module)
+            (each,) = _modules([module], f"{function.__name__}.state")
+            record = _record(each)
             return None if record is None else record.states.get(full)
 
         apply.state = state_of  # type: ignore[attr-defined]
@@ -140,7 +141,11 @@ def get_registry(module: nn.Module) -> Mapping[str, Applied] | None:
     return MappingProxyType({applied.name: applied for applied in record.applied.values()})
 
 
-def _record(module: nn.Module) -> _Record | None:
+def _record(module: Any) -> _Record | None:
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"a {type(module).__name__} instead of a module", at="get_registry(module)", hint="the module itself"
+        )
     return module.__dict__.get(_ATTRIBUTE)
 
 

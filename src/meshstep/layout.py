@@ -103,13 +103,20 @@ class Layout:
     S(0)@dp R@tp (4, 16)
 
     Raises:
-        LayoutError: An axis is there twice, or what is said of it is no placement.
+        LayoutError: An axis is there twice, or what is said of it is no placement, or there are no pairs.
     """
 
     placements: tuple[tuple[str, Placement], ...] = ()
 
     def __post_init__(self) -> None:
         """Check axes and placements."""
+        pairs: object = self.placements
+        if not (isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)):
+            raise LayoutError(
+                f"{pairs!r} is no layout",
+                at="Layout(...)",
+                hint="a tuple of axes with their placements: Layout((('dp', Shard(0)),))",
+            )
         for axis, placement in self.placements:
             if not isinstance(placement, Placement):
                 raise LayoutError(

@@ -55,9 +55,14 @@ def materialize(
         The module.
 
     Raises:
-        InputError: `initialize` leaves a parameter or buffer as it was.
+        InputError: It is no module, or `initialize` leaves a parameter or buffer as it was.
         PlanError: The plan does not fit the mesh.
     """
+    given: Any = module
+    if not isinstance(given, nn.Module):
+        raise InputError(
+            f"a {type(given).__name__} instead of a module", at="materialize(module, ...)", hint="an nn.Module"
+        )
     mesh = mesh or Mesh(dp=init().size)
     target = torch.device(device) if device is not None else world().device
     groups = axis_groups(mesh, target.type)

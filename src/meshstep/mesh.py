@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Never
 
 from .errors import InputError
 
@@ -29,8 +29,12 @@ class Mesh:
     __slots__ = ("_sizes",)
     _sizes: dict[str, int]
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, *unnamed: Never, **axes: int) -> None:
         """Check the sizes and keep them."""
+        if unnamed:
+            raise InputError(
+                f"an axis of size {unnamed[0]!r} has no name", at="Mesh(...)", hint="name the axes: Mesh(dp=2)"
+            )
         if not axes:
             raise InputError("a mesh needs at least one axis", at="Mesh()", hint="Mesh(dp=2)")
         for axis, size in axes.items():
@@ -96,25 +100,45 @@ class Mesh:
         return _mesh, (self._sizes,)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along each axis."""
+        """Position of `rank` along each axis.
+
+        Raises:
+            InputError: The mesh has no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise InputError(f"the mesh has no rank {rank}", at=str(self), hint=f"a rank from 0 to {self.size - 1}")
         position = {}
         for axis in reversed(self.axes):
             rank, position[axis] = divmod(rank, self._sizes[axis])
         return {axis: position[axis] for axis in self.axes}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, in order, itself included."""
+        """The ranks that differ from `rank` along `axis` only, in order, itself included.
+
+        Raises:
+            InputError: The mesh has no such rank, or no such axis.
+        """
+        count = self[axis]
         stride = math.prod(self._sizes[a] for a in self.axes[self.axes.index(axis) + 1 :])
         first = rank - self.coordinate(rank)[axis] * stride
-        return tuple(first + i * stride for i in range(self[axis]))
+        return tuple(first + i * stride for i in range(count))
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
         """The axis names and sizes of a torch `DeviceMesh`.
 
         Raises:
-            InputError: The dimensions of the device mesh have no names.
+            InputError: It is no device mesh, or its dimensions have no names.
         """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        given: Any = mesh
+        if not isinstance(given, DeviceMesh):
+            raise InputError(
+                f"a {type(given).__name__} instead of a DeviceMesh",
+                at="Mesh.from_device_mesh(...)",
+                hint="what torch's init_device_mesh returns; Mesh(dp=2) needs none",
+            )
         if not mesh.mesh_dim_names:
             raise InputError(
                 "the axes of the DeviceMesh have no names",

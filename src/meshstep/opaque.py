@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 
 from .capture.tree import flatten, unflatten
-from .errors import RuleError
+from .errors import InputError, RuleError
 from .layout import PARTIAL, REPLICATE, shard_dim
 from .override import Override
 from .rules.rule import OpCall, Rule
@@ -39,7 +39,17 @@ class Opaque(Override):
     edits = True  # each trace defines an op of its own
 
     def __init__(self, like: Callable[..., Tensor | tuple[Tensor, ...]], placements: Placements = ()) -> None:
-        """Keep what is declared."""
+        """Keep what is declared.
+
+        Raises:
+            InputError: `like` is no function.
+        """
+        if not callable(like):
+            raise InputError(
+                f"like is a {type(like).__name__}",
+                at="Opaque(like)",
+                hint="a function of the forward's arguments: lambda x: x",
+            )
         self.like, self.placements = like, [(tuple(given), tuple(found)) for given, found in placements]
 
     def replacement(self, module: nn.Module) -> nn.Module:

@@ -94,10 +94,14 @@ def compare(
         dtype: Floating-point tensors are brought to it first; None leaves them.
         locate: Finds the first value that differs in a call, given its arguments.
     """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"{steps!r} steps", at="verify(steps=...)", hint="at least 1")
+    if not callable(make_args):
+        raise InputError(
+            f"make_args is a {type(make_args).__name__}", at="verify(make_args=...)", hint="lambda i: (args, kwargs)"
+        )
     start = make_args(0)  # once: it may draw its batch at random
     ours, theirs = _Side(start, dtype), _Side(start, dtype)
-    if steps < 1:
-        raise InputError(f"{steps} steps", at="verify(steps=...)", hint="at least 1")
     seed = Seed(None)
     worst, first, values = 0.0, None, dict[str, int]()
     calls: list[Any] = []  # up to the first that differs

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from ..runtime.world import exchange, world
 from . import files
+from .reader import Reader
 from .state import (
     Flat,
     as_read,
@@ -115,6 +117,8 @@ def save(
     Raises:
         CheckpointError: It cannot be written; or the save before this one, that went on in the background, failed.
     """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(f"keep={keep!r}", at="checkpoint.save(keep=...)", hint="at least 1, or None to keep all")
     while _running:
         _running.pop().wait()
     target = Path(path)
@@ -169,24 +173,51 @@ def load(path: str | os.PathLike[str], step_or_dict: Any, *, check: bool = True)
         if check:
             said.fault = files.check(directory, _my_files(manifest["files"]))
     with ExitStack() as kept, _together("fit", token):  # a rank that fails ends it on all: what was made goes again
-        objects, reader = _objects(step_or_dict), FileSystemReader(directory)
+        objects, reader = _objects(step_or_dict), Reader(directory, manifest["files"])
         kept.enter_context(kept_if_it_fails(objects))
         shapes = {
             name: (found.size, found.properties.dtype)
             for name, found in reader.read_metadata().state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
-        python = torch.load(directory / files.PYTHON, weights_only=True)
+        python = _python(directory / files.PYTHON)
         wanted = targets(objects, shapes)
         check_fit(wanted, shapes)
         check_python(objects, python)
     read_into = {name: as_read(tensor) for name, tensor in wanted.items()}
-    with _quiet():
+    with _quiet(), _readable(directory):
         state_dict_loader.load(dict(read_into), storage_reader=reader)
     for name, tensor in wanted.items():
         fill(tensor, read_into[name])
     _set_random_state(python.pop(_RANDOM))
     return restore_python(objects, python)
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """What torch raises on all ranks if a file cannot be read, as an error of ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise CheckpointError(
+            "a damaged checkpoint, of which nothing was executed",
+            at=f"{directory}, files of tensors: {_first(error).splitlines()[0]}",
+            hint="another checkpoint, from whom you know: what was read before is loaded already",
+        ) from error
+
+
+def _python(path: Path) -> dict[str, Any]:
+    """The Python values of a checkpoint; nothing of the file is executed."""
+    try:
+        found = torch.load(path, weights_only=True)
+        found[_RANDOM]["cpu"]
+    except Exception as error:  # torch's unpickler raises many kinds
+        raise CheckpointError(
+            "a damaged checkpoint, of which nothing was executed",
+            at=f"{path}: {str(error).splitlines()[0]}",
+            hint="another checkpoint, from whom you know",
+        ) from error
+    return dict(found)
 
 
 def _write(path: Path, flat: Flat, described: Mapping[str, Any], token: str, keep: int | None, group: Any) -> None:
@@ -201,7 +232,7 @@ def _write(path: Path, flat: Flat, described: Mapping[str, Any], token: str, kee
         if first:
             torch.save(flat.python, directory / files.PYTHON)
         mine = sorted(p.name for p in directory.glob(f"__{world().rank}_*"))
-        mine += [".metadata", files.PYTHON] if first else []
+        mine += [files.METADATA, files.PYTHON] if first else []
         said.message = json.dumps(files.digests(directory, [n for n in mine if (directory / n).is_file()]))
     with _together("finish", token):
         if first:
@@ -232,12 +263,13 @@ class _Said:
 @contextmanager
 def _together(stage: str, token: str) -> Iterator[_Said]:
     """All ranks do the same, and fail together: none waits for one that has given up."""
-    said, error = _Said(), None
+    said = _Said()
+    error: BaseException | None = None
     try:
         yield said
-    except Exception as raised:  # told to all, and raised again
+    except (Exception, CheckpointException) as raised:  # told to all, and raised again; torch's is no Exception
         error = raised
-        said.fault = said.fault or str(raised) or type(raised).__name__
+        said.fault = said.fault or _first(raised)
     heard = exchange(f"checkpoint/{token}/{stage}", json.dumps([said.fault, said.message]), WAIT_S)
     if isinstance(error, CheckpointError):
         raise error
@@ -248,6 +280,12 @@ def _together(stage: str, token: str) -> Iterator[_Said]:
             at = f"rank {rank}: {fault}" if len(heard) > 1 else fault
             raise CheckpointError(what, at=at, hint=hint) from error
     said.heard = [json.loads(text)[1] for text in heard if text]
+
+
+def _first(error: BaseException) -> str:
+    """What it says; of torch's, that of the first rank."""
+    fault = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
+    return str(fault) or type(fault).__name__
 
 
 def _token() -> str:
@@ -288,6 +326,13 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _objects(step_or_dict: Any) -> dict[str, Any]:
     if isinstance(step_or_dict, Mapping):
+        unnamed = next((name for name in step_or_dict if not isinstance(name, str)), None)
+        if unnamed is not None:
+            raise CheckpointError(
+                f"an object by {unnamed!r} instead of a name",
+                at="checkpoint.save or load(path, step_or_dict)",
+                hint="{'model': model, 'optimizer': optimizer}",
+            )
         return dict(step_or_dict)
     if isinstance(step_or_dict, HasObjects):
         return step_or_dict.objects()
@@ -295,7 +340,7 @@ def _objects(step_or_dict: Any) -> dict[str, Any]:
         return {"model": step_or_dict}
     raise CheckpointError(
         f"a {type(step_or_dict).__name__} instead of objects by name",
-        at="checkpoint.save(path, step_or_dict)",
+        at="checkpoint.save or load(path, step_or_dict)",
         hint="{'model': model, 'optimizer': optimizer}, or a compiled step",
     )
 

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 
 MANIFEST = "meshstep.json"
 PYTHON = "python.pt"
+METADATA = ".metadata"
 VERSION = 1
 _CHUNK = 2**22
 
@@ -74,17 +75,31 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     try:
         content: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "a damaged checkpoint", at=f"{directory / MANIFEST}: {error}", hint="another checkpoint"
         ) from None
-    if content.get("version") != VERSION:
+    if not isinstance(content, dict) or "version" not in content:
         raise CheckpointError(
-            f"a checkpoint of version {content.get('version')}, and this meshstep reads {VERSION}",
+            "a damaged checkpoint", at=f"{directory / MANIFEST}: it is no manifest", hint="another checkpoint"
+        )
+    if content["version"] != VERSION:
+        raise CheckpointError(
+            f"a checkpoint of version {content['version']!r}, and this meshstep reads {VERSION}",
             at=str(directory),
             hint="the meshstep that wrote it",
         )
+    listed = content.get("files")
+    if not isinstance(listed, dict) or not {PYTHON, METADATA} <= listed.keys() or not all(map(_is_name, listed)):
+        raise CheckpointError(
+            "a damaged checkpoint", at=f"{directory / MANIFEST}: it does not list its files", hint="another checkpoint"
+        )
     return content
+
+
+def _is_name(name: str) -> bool:
+    """Whether it is a file in the directory itself: a manifest leads nowhere else."""
+    return Path(name).name == name and name not in ("", ".", "..")
 
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, str]:

@@ -108,6 +108,8 @@ class _Lowering:
         if node.target in _COLLECTIVES:
             _COLLECTIVES[node.target](self, node, *args)
             return
+        if node.target in IN_ORDER:
+            args = fx.node.map_arg(args, self._contiguous)
         target = aten.reshape.default if node.target in _VIEWS else node.target
         self.new[node] = self._call(target, *args, **kwargs)
         self.new[node].meta.update(source=node.meta.get("source", ""))
@@ -239,6 +241,8 @@ class _Lowering:
 
 
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+# Kernels that refuse any other order in memory: the clone that torch makes before them may be one of shards.
+IN_ORDER = frozenset({aten.native_group_norm.default, aten.native_group_norm_backward.default})
 _COLLECTIVES: dict[Any, Callable[..., None]] = {
     collectives.all_reduce: _Lowering.all_reduce,
     collectives.all_gather: _Lowering.all_gather,

@@ -79,6 +79,21 @@ class Pipeline:
     passes: tuple[Pass, ...]
     check_types: bool = False
 
+    def __post_init__(self) -> None:
+        """See that there are passes.
+
+        Raises:
+            InputError: There is something else.
+        """
+        given: Any = self.passes
+        wrong = [given] if not isinstance(given, tuple) else [p for p in given if not callable(p)]
+        if wrong:
+            raise InputError(
+                f"{wrong[0]!r} is no pass",
+                at="Pipeline(passes)",
+                hint="a tuple of passes: Pipeline((DeadCode(), Bucket())); of text: meshstep.passes.pipeline(text)",
+            )
+
     def __iter__(self) -> Iterator[Pass]:
         """The passes."""
         return iter(self.passes)
@@ -161,8 +176,22 @@ def _parsed(text: str, known: dict[str, type]) -> Pass:
         raise InputError(f"no pass: {error}", at=where, hint="dead_code | bucket(bucket_bytes=4096)") from None
     if name not in known:
         raise InputError(f"no pass {name!r}", at=where, hint=", ".join(sorted(known)))
-    try:
-        return known[name](**options)
-    except TypeError:
-        fields = ", ".join(f.name for f in dataclasses.fields(known[name]))
-        raise InputError(f"{name} has no such options", at=where, hint=fields or "no options") from None
+    fields = {field.name: field for field in dataclasses.fields(known[name])}
+    if not options.keys() <= fields.keys():
+        raise InputError(f"{name} has no such options", at=where, hint=", ".join(fields) or "no options")
+    for key, field in fields.items():
+        if key not in options and field.default is dataclasses.MISSING:
+            raise InputError(f"{name} needs {key}", at=where, hint=f"{name}({key}=...)")
+    for key, value in options.items():
+        if not _fits(value, str(fields[key].type)):
+            raise InputError(f"{key} is {value!r}", at=where, hint=f"{key}: {fields[key].type}, from 0 on if a number")
+    made: Pass = known[name](**options)
+    return made
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether an option may have a value: of one of the types that are written for it, and from 0 on if a number."""
+    kinds = annotation.split(" | ")
+    named = type(value).__name__ in kinds or (value is None and "None" in kinds)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (named or (number and "float" in kinds)) and not (number and value < 0)

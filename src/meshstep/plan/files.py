@@ -33,12 +33,20 @@ def write(path: str | os.PathLike[str], axes: Sequence[Mapping[str, Any]]) -> No
     Args:
         path: The file; replaced if it is there.
         axes: What is to be written of each axis.
+
+    Raises:
+        PlanError: It cannot be written; then what was there is as it was.
     """
     target = Path(path)
     text = json.dumps({"meshstep plan": VERSION, "axes": axes}, indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as beside:
+            whole = Path(beside) / target.name
+            whole.write_text(text, encoding="utf-8")
+            os.replace(whole, target)
+    except OSError as error:
+        hint = "a file in a directory that is there and can be written to"
+        raise PlanError(f"no plan can be written: {error.strerror}", at=str(path), hint=hint) from error
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -49,14 +57,19 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     try:
         found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise PlanError(f"no plan can be read: {error.strerror}", at=str(path), hint=_HINT) from error
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"no plan can be read: {error}", at=str(path), hint=_HINT) from error
     version = found.get("meshstep plan") if isinstance(found, dict) else None
     if version != VERSION:
         raise PlanError(
             f"a plan of form {version!r}", at=str(path), hint=f"{_HINT}; this meshstep reads form {VERSION}"
         )
-    return list(found.get("axes", []))
+    axes = found.get("axes")
+    if not isinstance(axes, list) or not axes:
+        raise PlanError("the file is no plan: it has no axes", at=str(path), hint=_HINT)
+    return axes
 
 
 @contextlib.contextmanager
@@ -70,6 +83,8 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except KeyError as error:
         raise PlanError(f"the file is no plan: {error} is missing", at=str(path), hint=_HINT) from error
+    except PlanError as error:
+        raise PlanError(f"the file is no plan: {error.what}", at=str(path), hint=_HINT) from error
     except (TypeError, AttributeError, ValueError) as error:
         raise PlanError(f"the file is no plan: {error}", at=str(path), hint=_HINT) from error
 

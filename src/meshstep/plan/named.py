@@ -45,7 +45,7 @@ def zero(stage: int, axis: str = "dp", *, parameters: Parameters | None = None, 
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
-    if stage not in (1, 2, 3):
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise PlanError(f"no ZeRO stage {stage!r}", at="plans.zero(stage)", hint="1, 2 or 3")
     return _sharded(f"zero{stage}", axis, stage, stage == 3, parameters, min_bytes)
 
@@ -72,7 +72,7 @@ def fsdp(
 
 
 def _sharded(kind: str, axis: str, stage: int, regather: bool, parameters: Parameters | None, min_bytes: int) -> Plan:
-    patterns = tuple((parameters or {}).items())
+    patterns = tuple(_named(parameters or {}, f"plans.{kind}(parameters=...)").items())
     for pattern, choice in patterns:
         is_stage = isinstance(choice, int) and not isinstance(choice, bool) and 0 <= choice <= 3
         if not is_stage and not isinstance(choice, Placement):
@@ -110,13 +110,23 @@ def tensor_parallel(styles: Styles, axis: str = "tp", *, sequence_dim: int = 1) 
     Transformer Models" (sequence).
     """
     patterns: list[tuple[str, Choice]] = []
-    for pattern, style in styles.items():
+    for pattern, style in _named(styles, "plans.tensor_parallel(styles)").items():
         patterns += _patterns(pattern, style)
         if isinstance(style, SequenceParallel):
             sequence_dim = style.sequence_sharding[0].dim
     return Plan(
         (AxisPlan(axis, "tensor_parallel", patterns=tuple(patterns), in_place=True, sequence_dim=sequence_dim),)
     )
+
+
+def _named(given: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+        raise PlanError(
+            f"a {type(given).__name__} instead of choices by name",
+            at=where,
+            hint="a dict of patterns of names, as in {'blocks.*.qkv': ...}",
+        )
+    return given
 
 
 def _patterns(pattern: str, style: Any) -> Iterator[tuple[str, Choice]]:
@@ -156,7 +166,12 @@ def expert_parallel(experts: str | tuple[str, ...], axis: str = "ep", *, splits_
 
     Source: Lepikhin et al. 2020, "GShard".
     """
-    names = (experts,) if isinstance(experts, str) else tuple(experts)
+    given: Any = experts
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise PlanError(
+            f"experts are {given!r}", at="plans.expert_parallel(experts)", hint="a pattern of names, or a tuple of them"
+        )
     patterns = tuple((name, shard(0)) for name in names)
     batch_dim = 0 if splits_batch else None
     return Plan((AxisPlan(axis, "expert_parallel", batch_dim=batch_dim, patterns=patterns, in_place=True),))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
@@ -52,6 +53,27 @@ class AxisPlan:
     values: tuple[tuple[str, tuple[Placement | None, ...]], ...] = field(default=(), repr=False)
     reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        """See that it can be.
+
+        Raises:
+            PlanError: A name or a number is none, or a choice is one that parameters cannot have.
+        """
+        where = f"a plan of kind {self.kind}"
+        if not isinstance(self.axis, str):
+            raise PlanError(f"{self.axis!r} is no name of an axis", at=where, hint="the axis of the mesh: axis='dp'")
+        for name in ("batch_dim", "sequence_dim", "min_bytes"):
+            value = getattr(self, name)
+            if not is_count(value) and not (name == "batch_dim" and value is None):
+                raise PlanError(f"{name} is {value!r}", at=f"{where}, axis {self.axis!r}", hint="a number from 0 on")
+        for pattern, choice in self.patterns:
+            if isinstance(choice, Partial):
+                raise PlanError(
+                    f"{pattern!r} is to lie as {placement_text(choice)}",
+                    at=f"{where}, axis {self.axis!r}",
+                    hint="Shard(dim) or Replicate(): state is never a sum over ranks",
+                )
+
     def data(self) -> dict[str, Any]:
         """What a file has of it: all but what follows from the rest."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WRITTEN_APART}
@@ -84,6 +106,11 @@ class AxisPlan:
         return "\n".join(lines)
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _choice_text(choice: Choice) -> str:
     return placement_text(choice) if isinstance(choice, Placement) else str(choice)
 
@@ -107,8 +134,9 @@ class Plan:
         """Both plans together.
 
         Raises:
-            PlanError: Both decide about one axis.
+            PlanError: Both decide about one axis, or one is no plan.
         """
+        _check_plan(other, "plan + ...")
         ours = {plan.axis for plan in self}
         for plan in other:
             if plan.axis in ours:
@@ -120,8 +148,16 @@ class Plan:
         return replace(self, axes=self.axes + other.axes)
 
     def __getitem__(self, axis: str) -> AxisPlan:
-        """The plan of an axis."""
-        return next(plan for plan in self if plan.axis == axis)
+        """The plan of an axis.
+
+        Raises:
+            PlanError: There is none.
+        """
+        for plan in self:
+            if plan.axis == axis:
+                return plan
+        known = ", ".join(repr(plan.axis) for plan in self)
+        raise PlanError(f"no plan for axis {axis!r}", at=" + ".join(plan.kind for plan in self), hint=f"one of {known}")
 
     def __str__(self) -> str:
         """The plans of the axes, one after another."""
@@ -134,11 +170,19 @@ class Plan:
 
         Args:
             path: The file; replaced if it is there, and complete or not there.
+
+        Raises:
+            PlanError: It cannot be written.
         """
         files.write(path, [axis.data() for axis in self])
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """What another plan decides otherwise, a line each: `dp: parameter fc1.weight: S(0) -> R`."""
+        """What another plan decides otherwise, a line each: `dp: parameter fc1.weight: S(0) -> R`.
+
+        Raises:
+            PlanError: The other one is no plan.
+        """
+        _check_plan(other, "plan.diff(...)")
         lines: list[str] = []
         for axis in dict.fromkeys(p.axis for plan in (self, other) for p in plan):
             ours, theirs = (next((p.data() for p in plan if p.axis == axis), None) for plan in (self, other))
@@ -173,6 +217,13 @@ class Plan:
     def batch_dims(self) -> dict[str, int]:
         """The dim of arguments that is split along each axis along which every rank has a part of its own."""
         return {plan.axis: plan.batch_dim for plan in self if plan.batch_dim is not None}
+
+
+def _check_plan(other: object, where: str) -> None:
+    if not isinstance(other, Plan):
+        raise PlanError(
+            f"a {type(other).__name__} instead of a plan", at=where, hint="one of meshstep.plans, or plans.load(path)"
+        )
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

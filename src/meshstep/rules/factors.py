@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
+from ..errors import RuleError
 from ..ir.types import TensorType
 from ..layout import PARTIAL, REPLICATE, shard
 from .rule import OpCall, Rule, placed, tensor_names
@@ -31,7 +32,14 @@ def factor(spec: str, linear: Linear = ()) -> Rules:
             the term of a missing optional tensor is passed over. `=` is a tensor that has nothing to do with the
             factors.
         linear: See `partials`.
+
+    Raises:
+        RuleError: The spec is no text of such a form, or there is no such linearity.
     """
+    if not isinstance(spec, str) or spec.count("->") != 1:
+        raise RuleError(f"{spec!r} is no spec of factors", at="rules.factor(spec)", hint='"mk,kn->mn"')
+    if linear not in ("all", "each", "first") and not isinstance(linear, tuple):
+        raise RuleError(f"linear in {linear!r}", at="rules.factor(linear=...)", hint='"all", "each", "first", or sets')
 
     def rules(call: OpCall) -> Iterator[Rule]:
         yield from sharded(call, spec)

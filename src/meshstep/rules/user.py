@@ -50,7 +50,8 @@ def rule(op: OpOverload, *, localize: Localize | None = None, validate: bool = T
         validate: Whether the rules are run on real shards at the first call of each kind.
 
     Raises:
-        RuleError: `op` is no op. At the first use: a rule does not fit the op's arguments, or is wrong.
+        RuleError: `op` is no op, or its rules are no function. At the first use: a rule does not fit its arguments,
+            or is wrong.
     """
     where, path = _caller(), traceback.extract_stack(limit=2)[0].filename
     given: Any = op
@@ -62,6 +63,12 @@ def rule(op: OpOverload, *, localize: Localize | None = None, validate: bool = T
         )
 
     def register(rules: R) -> R:
+        if not callable(rules):
+            raise RuleError(
+                f"the rules of {op} are a {type(rules).__name__}",
+                at=where,
+                hint="a function of a call that gives rules, or rules.factor('bm,mk->bk')",
+            )
         checked = Checked(op, rules, where, validate, path)
         lookup.register(op, Entry(checked, localize, permutes=False))
         return rules

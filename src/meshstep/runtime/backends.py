@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, compile_with_inductor
+from .._torch import OpOverload, compile_with_inductor, inductor_cache
 from ..errors import InputError
 from ..ir.random import EXPANSIONS
 from ..ir.updates import laid_out_like
@@ -67,8 +70,34 @@ def _reduce_in_place(graph: fx.Graph) -> None:
                 node.target = c10d.all_reduce_.default
 
 
+def check_compiled_cache() -> None:
+    """See that nobody else can put code where Inductor loads compiled code from; there may be nothing yet.
+
+    Raises:
+        InputError: Somebody can.
+    """
+    path = inductor_cache()
+    if hasattr(os, "geteuid") and os.path.lexists(path) and not _is_ours(path):
+        raise InputError(
+            "Inductor's cache is not a directory of this user alone: code in it would be run",
+            at=str(path),
+            hint="TORCHINDUCTOR_CACHE_DIR=a directory of your own that nobody else can write to",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user, or root, can have put what is there: a link, too, and what it leads to."""
+    try:
+        link, found = path.lstat(), path.stat()
+    except OSError:
+        return False
+    owners = {link.st_uid, found.st_uid} <= {0, os.geteuid()}
+    return owners and stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_IWOTH
+
+
 def _inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     """The computation by Inductor; the optimizer's in-place kernels stay PyTorch's own, which are faster."""
+    check_compiled_cache()
     body, tail, passed = split_tail(module)
     compiled = compile_with_inductor(body, inputs, EXPANSIONS)
     if tail is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +125,9 @@ def _finish(captured: Captured, leaves: list[Any], results: dict[int, Tensor], h
 
 
 def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tensor], held: Held) -> None:
-    """Optimizer state and gradients; equal values get storage of their own, and so do parts of something larger."""
+    """Optimizer state and gradients; equal values get storage of their own, and state that is a part of more does."""
     storages: set[int] = set()
+    overlapping = _overlapping({i: t for i, t in results.items() if isinstance(captured.targets[i], GradientPlace)})
     for index, value in results.items():
         place = captured.targets[index]
         if not isinstance(place, (OptimizerStatePlace, GradientPlace, AttributePlace)):
@@ -136,7 +137,25 @@ def _create_state(captured: Captured, leaves: list[Any], results: dict[int, Tens
         storages.add(storage)
         if isinstance(place, OptimizerStatePlace):
             value = _as_its_parameter(place, leaves, value.clone() if shared else value)
+        elif index in overlapping:
+            value = value.clone()
         place.create(leaves, held(index, value))
+
+
+def _overlapping(gradients: Mapping[int, Tensor]) -> set[int]:
+    """Those that share memory with one before them, or with themselves: a change of one would change others."""
+    found, end = set[int](), 0
+    for start, size, index in sorted((t.data_ptr(), _span(t), i) for i, t in gradients.items() if t.numel()):
+        if start < end or size < gradients[index].nbytes:
+            found.add(index)
+        end = max(end, start + size)
+    return found
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to the last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _as_its_parameter(place: OptimizerStatePlace, leaves: list[Any], value: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..ir.collectives import COLLECTIVES, axis_of
 from ..ir.program import Program
 from ..layout import Layout, join, own_part, shard_dim
 from ..mesh import Mesh
+from ..passes.lower import IN_ORDER
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -140,6 +141,8 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Sequence[Any]], rank: int) 
     args, kwargs = arguments
     if node.target in _STRICT_VIEWS:
         return args[0].reshape(args[1])
+    if node.target in IN_ORDER:
+        args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -50,10 +50,15 @@ def aot_function(
         A function of the same arguments, under autograd.
 
     Raises:
-        InputError: `pre_compile_fn` returns something else.
+        InputError: `fn` or `fw_compiler` is no function, or `pre_compile_fn` returns something else.
         CaptureError: The function cannot be traced, or computes with a tensor that requires a gradient and is no
             argument.
     """
+    for given, what in ((fn, "fn"), (fw_compiler, "fw_compiler")):
+        if not callable(given):
+            raise InputError(
+                f"{what} is a {type(given).__name__}", at="aot_function(fn, fw_compiler, ...)", hint="a function"
+            )
     cache: Cache[Pair] = Cache()
     seed = Seed(None)
 

@@ -41,7 +41,7 @@ from ..runtime.synchronise import broadcast_from_first
 from ..runtime.world import axis_groups, check_mesh, has_group, init, world
 from ..schema import Schema
 from .pair import Pair
-from .schemas import Given, Schemas
+from .schemas import Given, Schemas, check_module
 from .traced import Traced
 
 _NO_PASSES = Pipeline(())
@@ -61,6 +61,14 @@ class DistributedGraph:
     orig_module: nn.Module
     fwd_graph_modules: list[fx.GraphModule] = field(default_factory=list)
     bwd_graph_modules: list[fx.GraphModule] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """See that there is a module.
+
+        Raises:
+            InputError: There is none.
+        """
+        check_module(self.orig_module, "DistributedGraph(orig_module=...)")
 
 
 class SPMD(nn.Module):
@@ -94,10 +102,7 @@ class SPMD(nn.Module):
     ) -> None:
         """Bring all ranks to rank 0's state, and shard it."""
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise InputError(
-                f"SPMD got a {type(module).__name__} instead of a module", at="SPMD(module, ...)", hint="an nn.Module"
-            )
+        check_module(module, "SPMD(module, ...)")
         check_backend(backend)
         init()
         self.module = module
@@ -135,7 +140,16 @@ def distribute(
 
     Returns:
         The module to call. Arguments of another kind compile, and add, graphs of their own.
+
+    Raises:
+        InputError: It is no `DistributedGraph`, or as for `SPMD`.
     """
+    if not isinstance(dist_graph, DistributedGraph):
+        raise InputError(
+            f"a {type(dist_graph).__name__} instead of a DistributedGraph",
+            at="distribute(dist_graph, ...)",
+            hint="meshstep.DistributedGraph(orig_module=module)",
+        )
     init()
     run = _Distributed(dist_graph, param_schema, input_schemas, "eager")
     run.compiled(*args, **kwargs)

@@ -124,6 +124,16 @@ class Schemas:
         return Plan(tuple(plans))
 
 
+def check_module(given: object, where: str) -> None:
+    """See that what is to be distributed is a module.
+
+    Raises:
+        InputError: It is not.
+    """
+    if not isinstance(given, nn.Module):
+        raise InputError(f"a {type(given).__name__} instead of a module", at=where, hint="an nn.Module")
+
+
 def _check_patterns(schemas: Mapping[str, Schema], module: nn.Module) -> None:
     names = [name for name, _ in module.named_parameters()]
     unused = [p for p in schemas if p != "*" and not any(fnmatchcase(name, p) for name in names)]

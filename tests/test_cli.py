@@ -105,6 +105,15 @@ def test_plan_writes_a_page_and_a_trace_and_fails_if_it_does_not_fit(script: str
     assert code == 1 and "of 100 B a rank" in out and "No: " in out
 
 
+def test_plan_finds_itself_within_the_memory_that_is_given(script: str, tmp_path: Path, capsys) -> None:
+    asked_for = ["plan", f"{script}:train_step", "--args", f"{script}:example_args", "--mesh", "dp=2"]
+    code, out, _ = asked(capsys, *asked_for, "--plan", "auto", "--device", "h100", "--save", str(tmp_path / "p.json"))
+    assert code == 0 and out
+    assert [axis.axis for axis in ms.plans.load(tmp_path / "p.json")] == ["dp"]
+    code, out, err = asked(capsys, *asked_for, "--plan", "auto", "--memory", "100")
+    assert (code, out) == (2, "") and "no plan fits 100 B a rank: " in err
+
+
 def test_verify_proves_and_its_exit_code_says_so(script: str, capsys, monkeypatch) -> None:
     asked_for = ["verify", f"{script}:train_step", "--args", f"{script}:example_args", "--mesh", "dp=2", "--steps", "2"]
     code, out, _ = asked(capsys, *asked_for)

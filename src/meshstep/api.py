@@ -22,6 +22,7 @@ from .capture.capture import Captured, capture, is_capturing
 from .capture.source import name_of
 from .capture.widened import widened
 from .errors import CheckpointError, InputError
+from .finding import find_plan
 from .ir.program import Program, Slot
 from .layout import Layout
 from .lowered import Lowered
@@ -29,10 +30,11 @@ from .mesh import Mesh
 from .override import Override, Overrides, overrides_of, stand_ins
 from .passes import DEFAULT, EAGER, PassRecord, Pipeline, Recompute, Transform, lower, pipeline
 from .passes.lower import AxisGroup
-from .phases import local_program, partitions
+from .phases import Placements, local_program, partitions
 from .plan.decision import Stage
 from .plan.named import data_parallel
 from .plan.plan import Plan
+from .plan.search import Search
 from .resizing import Compiled, Resizing
 from .runtime.agreement import agree_on_arguments, agree_on_call, agree_on_program, agree_on_state
 from .runtime.backends import Backend, build, check_backend
@@ -94,6 +96,8 @@ def _edit(override: Override, mesh: Mesh) -> Transform:
 class Step(ABC):
     """A train step that is captured, planned and partitioned at its first call; call it like the function."""
 
+    _takes_whole = False  # whether it is given the global batch, instead of a rank's own rows
+
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         """Keep the function; nothing is compiled yet."""
         functools.update_wrapper(self, function)
@@ -104,6 +108,7 @@ class Step(ABC):
         self._objects: dict[str, Any] = {}
         self._resizing = Resizing()
         self._compilations = 0
+        self._search: Search | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step.
@@ -150,7 +155,7 @@ class Step(ABC):
         records, stages = list[PassRecord](), list[Stage]()
         local, plan = self._partitioned(call, captured, layouts, mesh, records.append, decided=stages.append)
         groups = {axis: AxisGroup(axis, mesh[axis], 0) for axis in mesh}
-        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records), tuple(stages))
+        return Lowered(captured.program, local, plan, lower(local, groups), tuple(records), tuple(stages), self._search)
 
     def verify(self, *args: Any, steps: int = 5, **kwargs: Any) -> Verification:
         """Compare the plain function with the compiled program on all virtual ranks; changes nothing of the caller's.
@@ -214,7 +219,16 @@ class Step(ABC):
         return self._options.plan or data_parallel()
 
     def _options_for(self, mesh: Mesh) -> Options:
-        return replace(self._options, mesh=mesh, plan=self.plan, outputs="full", check_every=None)
+        return replace(self._options, mesh=mesh, plan=self._found or self.plan, outputs="full", check_every=None)
+
+    @property
+    def _found(self) -> Plan | None:
+        """The plan that was found, if one was searched for."""
+        return self._search.found.plan if self._search else None
+
+    def _planned(self, mesh: Mesh) -> Plan:
+        """The plan of every axis; before a search, what is known of the rows that each rank has."""
+        return self._found or self.plan.over(mesh)
 
     @abstractmethod
     def _mesh(self) -> Mesh:
@@ -293,7 +307,21 @@ class Step(ABC):
             self._seed.now,
             functools.partial(stand_ins, self._options.module_override),
         )
+        if self.plan.auto is not None and self._search is None:
+            self._search = self._searched(call, captured, mesh)
+            layouts, _ = self._layouts(call, mesh)
         return layouts, captured
+
+    def _searched(self, call: Call, captured: Captured, mesh: Mesh) -> Search:
+        """The plan for a call, found; the step keeps it: state lies as it says."""
+        own = self._own_layouts(captured, mesh)
+
+        def arguments(plan: Plan) -> Placements:
+            layouts = argument_layouts(call, mesh, plan, self._options.inputs, whole=self._takes_whole, warn=False)
+            return lambda axis: placements_along(axis, call.names, layouts) | {s: lies[axis] for s, lies in own.items()}
+
+        passes = self._options.pipeline(mesh)
+        return find_plan(captured.program, self.plan, arguments, any_batch=self._takes_whole, passes=passes)
 
     def _partitioned(
         self,
@@ -309,7 +337,7 @@ class Step(ABC):
         own = self._own_layouts(captured, mesh)
         return local_program(
             captured.program,
-            self.plan,
+            self._planned(mesh),
             lambda axis: placements_along(axis, call.names, layouts) | {s: layout[axis] for s, layout in own.items()},
             whole_outputs=self._options.outputs == "full",
             passes=self._options.pipeline(mesh) if passes is None else passes,
@@ -334,7 +362,7 @@ class CompiledStep(Step):
         return self._options.mesh or Mesh(dp=init().size)
 
     def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
-        layouts = argument_layouts(call, mesh, self.plan, self._options.inputs)
+        layouts = argument_layouts(call, mesh, self._planned(mesh), self._options.inputs)
         shapes = [
             None if layout is None else _global_shape(leaf, layout, mesh)
             for leaf, layout in zip(call.leaves, layouts, strict=True)
@@ -377,6 +405,8 @@ class CompiledStep(Step):
 class SimulatedStep(Step):
     """A step that plays every rank of its mesh in this process; takes the GLOBAL batch, returns whole outputs."""
 
+    _takes_whole = True
+
     def culprit(self, *args: Any, **kwargs: Any) -> Culprit | None:
         """The first value of a call that the ranks compute otherwise than one device; None if there is none.
 
@@ -391,7 +421,7 @@ class SimulatedStep(Step):
         assert not isinstance(inputs, str), inputs
         stages = partitions(
             captured.program,
-            self.plan,
+            self._planned(mesh),
             lambda axis: placements_along(axis, call.names, layouts),
             whole_outputs=self._options.outputs == "full",
         )
@@ -403,7 +433,7 @@ class SimulatedStep(Step):
         return self._options.mesh
 
     def _layouts(self, call: Call, mesh: Mesh) -> tuple[list[Layout | None], list[tuple[int, ...] | None]]:
-        layouts = argument_layouts(call, mesh, self.plan, self._options.inputs, whole=True)
+        layouts = argument_layouts(call, mesh, self._planned(mesh), self._options.inputs, whole=True)
         shapes = [
             None if layout is None else tuple(leaf.shape) for leaf, layout in zip(call.leaves, layouts, strict=True)
         ]

@@ -98,7 +98,7 @@ def bind_call(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any])
 
 
 def argument_layouts(
-    call: Call, mesh: Mesh, plan: Plan, inputs: Inputs | None, *, whole: bool = False
+    call: Call, mesh: Mesh, plan: Plan, inputs: Inputs | None, *, whole: bool = False, warn: bool = True
 ) -> list[Layout | None]:
     """The layout of each leaf that is a tensor; None for any other leaf.
 
@@ -108,6 +108,7 @@ def argument_layouts(
         plan: Says which axes split the batch.
         inputs: What the user says, by name or path.
         whole: The leaves have global shape; one whose rows do not divide evenly is replicated.
+        warn: Whether a warning says so.
 
     Raises:
         InputError: `inputs` names no argument, or an axis that the mesh lacks.
@@ -120,7 +121,10 @@ def argument_layouts(
         for leaf, name in zip(call.leaves, call.names, strict=True)
     ]
     return (
-        [_even(leaf, name, layout, mesh) for leaf, name, layout in zip(call.leaves, call.names, layouts, strict=True)]
+        [
+            _even(leaf, name, layout, mesh, warn)
+            for leaf, name, layout in zip(call.leaves, call.names, layouts, strict=True)
+        ]
         if whole
         else layouts
     )
@@ -228,7 +232,7 @@ def _rows(leaf: Tensor, dim: int | None, said: Placement | None) -> Placement:
     return shard(dim) if leaf.ndim > dim and not isinstance(leaf, nn.Parameter) else REPLICATE
 
 
-def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh) -> Layout | None:
+def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh, warn: bool) -> Layout | None:
     """The layout, whole along each axis over which a dim does not divide."""
     if layout is None:
         return None
@@ -237,7 +241,7 @@ def _even(leaf: Any, name: str, layout: Layout | None, mesh: Mesh) -> Layout | N
         more, dim = even.extended(axis, placement), shard_dim(placement)
         divides = dim is None or dim >= leaf.ndim or leaf.shape[dim] % more.splits(dim, mesh) == 0
         even = more if divides else even.extended(axis, REPLICATE)
-        if not divides:
+        if not divides and warn:
             log.warning(
                 "argument %s of shape %s does not divide over axis %r of %s: computed replicated",
                 name, list(leaf.shape), axis, mesh,

@@ -25,6 +25,7 @@ from .lowered import Lowered
 from .mesh import Mesh
 from .passes import DEFAULT
 from .plan import named
+from .plan.hardware import get as device
 from .plan.hardware import table as devices
 from .plan.plan import Plan, load
 from .progress import Progress
@@ -107,7 +108,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--plan",
         default="data_parallel",
         help=f"a file, FILE.py:FUNCTION, or NAME:AXIS joined by +, of {', '.join(PLANS)}; AXIS is the first one of the "
-        "mesh if left out",
+        "mesh if left out; auto finds the plans of all axes without one",
     )
 
 
@@ -195,7 +196,9 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _lowered(given: argparse.Namespace) -> Lowered:
     function, make, mesh = _object(given.step), _arguments(given.args), _mesh(given.mesh)
-    step = simulate(function, mesh=mesh, plan=_named(given.plan, mesh), passes=DEFAULT)  # those of `compile` as it is
+    memory = _bytes(given.memory) if given.memory else device(given.device).capacity if given.device else None
+    plan = _named(given.plan, mesh, memory, given.device)
+    step = simulate(function, mesh=mesh, plan=plan, passes=DEFAULT)  # those of `compile` as it is
     args, kwargs = make(0)
     return step.lower(*args, **kwargs)
 
@@ -265,7 +268,7 @@ def _bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
-def _named(text: str, mesh: Mesh) -> Plan:
+def _named(text: str, mesh: Mesh, memory: int | None = None, on: str | None = None) -> Plan:
     if text.partition(":")[0].endswith(".py"):
         made = _object(text)()
         if not isinstance(made, Plan):
@@ -276,8 +279,11 @@ def _named(text: str, mesh: Mesh) -> Plan:
     found: Plan | None = None
     for part in text.split("+"):
         name, _, axis = part.strip().partition(":")
+        if name == "auto":
+            found = named.auto(memory, on) if found is None else found + named.auto(memory, on)
+            continue
         if name not in PLANS:
-            raise InputError(f"no plan {name!r}", at=f"--plan {text}", hint=f"a file, or {', '.join(PLANS)}")
+            raise InputError(f"no plan {name!r}", at=f"--plan {text}", hint=f"a file, auto, or {', '.join(PLANS)}")
         made = PLANS[name](axis or mesh.axes[0])
         found = made if found is None else found + made
     assert found is not None

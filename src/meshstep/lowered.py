@@ -21,6 +21,7 @@ from .passes.timeline import Timeline, timeline
 from .plan import hardware
 from .plan.decision import Stage
 from .plan.plan import Plan
+from .plan.search import Search
 from .report.collect import facts
 from .report.facts import Device, Facts
 from .report.page import page
@@ -75,6 +76,7 @@ class Lowered:
             on the rank is that of rank 0.
         passes: What each pass did, and how long it took.
         stages: What was decided along each axis, in order.
+        search: How the plan was found; None if it was given.
     """
 
     program: Program
@@ -83,6 +85,7 @@ class Lowered:
     graph_module: fx.GraphModule
     passes: tuple[PassRecord, ...] = ()
     stages: tuple[Stage, ...] = ()
+    search: Search | None = None
 
     def as_text(self, stage: str = "local") -> str:
         """The text form.

@@ -88,6 +88,7 @@ def partitions(
     Raises:
         PlanError: The plan does not fit the mesh or the program.
     """
+    plan.check_found()
     plan.check(program.mesh)
     named = named_placements(program, plan)
     for axis in program.mesh.axes:

@@ -43,6 +43,7 @@ class _Model:
     rows: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
+    gap: float = 0.0  # how far the solution may be from the optimum, relatively
 
     def variable(self, cost: float) -> int:
         self.cost.append(cost)
@@ -53,7 +54,12 @@ class _Model:
         self.low.append(low)
         self.high.append(high)
 
-    def solve(self) -> np.ndarray:
+    def solve(self, gap: float = 0.0) -> np.ndarray:
+        """The cheapest values, at most the relative `gap` from the optimum.
+
+        Raises:
+            PlanError: There are none.
+        """
         if not self.cost:
             return np.zeros(0)
         entries = [(i, j, v) for i, row in enumerate(self.rows) for j, v in row]
@@ -64,10 +70,11 @@ class _Model:
             constraints=LinearConstraint(matrix, self.low, self.high),
             integrality=np.ones(len(self.cost)),
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": gap},
         )
         if found.x is None:
             raise PlanError("no placement of the program fits the plan", hint="replicate more, or another mesh")
+        self.gap = float(found.mip_gap or 0.0)
         return found.x > 0.5
 
 

@@ -18,7 +18,7 @@ from .decision import Decision
 from .plan import AxisPlan
 from .propagate import Natural, Open, keep_sharded
 from .sequence import wanted_placements
-from .state import Named, place_state
+from .state import Named, computed_in_place, place_state
 
 
 def decide(
@@ -52,7 +52,8 @@ def decide(
     in_play = frozenset(map(blocks, inputs)) | _merged(program, inputs)
     calls = Calls(program, program.mesh[plan.axis], in_play - {0, 1})
     wanted = wanted_placements(program, plan, calls)
-    left = keep_sharded(program, calls, inputs, pinned=plan.in_place, wanted=wanted)
+    pinned = computed_in_place(program, plan)
+    left = keep_sharded(program, calls, inputs, pinned=pinned, wanted=wanted)
     outputs = [
         placed.get(result.slot, REPLICATE) if result.slot else _user_output(left, node, plan, whole_outputs)
         for result, node in program.outputs

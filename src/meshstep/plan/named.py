@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
 from ..layout import shard
-from .plan import AxisPlan, Choice, Plan, load
+from .plan import Auto, AxisPlan, Choice, Plan, load
 
 Parameters = Mapping[str, int | Placement]
 Styles = Mapping[str, "str | Placement | ParallelStyle | Mapping[str, Placement]"]
@@ -177,4 +177,23 @@ def expert_parallel(experts: str | tuple[str, ...], axis: str = "ep", *, splits_
     return Plan((AxisPlan(axis, "expert_parallel", batch_dim=batch_dim, patterns=patterns, in_place=True),))
 
 
-__all__ = ["context_parallel", "data_parallel", "expert_parallel", "fsdp", "load", "tensor_parallel", "zero"]
+def auto(memory: int | None = None, device: str | None = None) -> Plan:
+    """The fastest plan that fits, found when the step is first lowered or called, for every axis without a plan.
+
+    What is found is an ordinary plan: `step.lower(...).plan`, which can be saved, and loaded without a search; and
+    `.search` says what was compared. A step that is called keeps the plan that its first call found; its ranks pass
+    rows of their own along all these axes.
+
+    Args:
+        memory: Bytes that a rank may hold at most; None is no bound.
+        device: Name of the device in the hardware table; None is a CPU core with loopback.
+
+    Raises:
+        PlanError: The bound is no number of bytes.
+    """
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0):
+        raise PlanError(f"no number of bytes: {memory!r}", at="plans.auto(memory)", hint="80 * 2**30 for 80 GiB")
+    return Plan((), Auto(memory, device))
+
+
+__all__ = ["auto", "context_parallel", "data_parallel", "expert_parallel", "fsdp", "load", "tensor_parallel", "zero"]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import PlanError
+from ..ir.types import bytes_text
 from ..layout import placement_text, shard_dim
 from ..mesh import Mesh
 from . import files
@@ -116,6 +117,24 @@ def _choice_text(choice: Choice) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Auto:
+    """Asks for a plan of every axis that no other plan is about.
+
+    Args:
+        memory: Bytes that a rank may hold at most; None is no bound.
+        device: Name of the device in the hardware table; None is the default one.
+    """
+
+    memory: int | None = None
+    device: str | None = None
+
+    def __str__(self) -> str:
+        """`auto on every other axis, within 80 GiB on h100`."""
+        within = "" if self.memory is None else f", within {bytes_text(self.memory)}"
+        return f"auto on every other axis{within}" + (f" on {self.device}" if self.device else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Plans of different axes together.
 
@@ -125,6 +144,7 @@ class Plan:
     """
 
     axes: tuple[AxisPlan, ...]
+    auto: Auto | None = None  # what finds the plans of the other axes, until they are found
 
     def __iter__(self) -> Iterator[AxisPlan]:
         """The plans of the axes."""
@@ -134,9 +154,11 @@ class Plan:
         """Both plans together.
 
         Raises:
-            PlanError: Both decide about one axis, or one is no plan.
+            PlanError: Both decide about one axis, both find the others, or one is no plan.
         """
         _check_plan(other, "plan + ...")
+        if self.auto and other.auto:
+            raise PlanError("two plans that find themselves", at="auto + auto", hint="one plans.auto() for all axes")
         ours = {plan.axis for plan in self}
         for plan in other:
             if plan.axis in ours:
@@ -145,7 +167,7 @@ class Plan:
                     at=f"{self[plan.axis].kind} + {plan.kind}",
                     hint="give one of them another axis of the mesh",
                 )
-        return replace(self, axes=self.axes + other.axes)
+        return replace(self, axes=self.axes + other.axes, auto=self.auto or other.auto)
 
     def __getitem__(self, axis: str) -> AxisPlan:
         """The plan of an axis.
@@ -161,7 +183,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plans of the axes, one after another."""
-        return "\n".join(map(str, self))
+        return "\n".join(map(str, (*self, self.auto) if self.auto else self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `plans.load`.
@@ -172,8 +194,9 @@ class Plan:
             path: The file; replaced if it is there, and complete or not there.
 
         Raises:
-            PlanError: It cannot be written.
+            PlanError: It cannot be written, or is not found yet.
         """
+        self.check_found()
         files.write(path, [axis.data() for axis in self])
 
     def diff(self, other: Plan) -> tuple[str, ...]:
@@ -207,12 +230,36 @@ class Plan:
                     hint=f"axis={mesh.axes[0]!r}, or a mesh with {axis!r}",
                 )
         for axis in mesh:
-            if axis not in planned:
+            if axis not in planned and self.auto is None:
                 raise PlanError(
                     f"the plan says nothing about axis {axis!r} of the mesh",
                     at=f"{' + '.join(p.kind for p in self)} on {mesh!r}",
                     hint=f"add a plan for {axis!r} (plan_a + plan_b), or take the axis out of the mesh",
                 )
+
+    def check_found(self) -> None:
+        """See that every axis has its plan.
+
+        Raises:
+            PlanError: The plan is one that is found for a step, and was not.
+        """
+        if self.auto is not None:
+            raise PlanError(
+                "the plan is not found yet: it depends on the step",
+                at=str(self),
+                hint="step.lower(...).plan, or meshstep plan --plan auto --save plan.json",
+            )
+
+    def over(self, mesh: Mesh) -> Plan:
+        """The plan before anything is found: ranks have rows of their own along the axes that it is asked for."""
+        if self.auto is None:
+            return self
+        return Plan(self.axes + tuple(AxisPlan(axis, "auto", batch_dim=0) for axis in self.asked(mesh)))
+
+    def asked(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes for which a plan is to be found, in the order of the mesh."""
+        planned = [plan.axis for plan in self]
+        return tuple(axis for axis in mesh if axis not in planned) if self.auto else ()
 
     def batch_dims(self) -> dict[str, int]:
         """The dim of arguments that is split along each axis along which every rank has a part of its own."""

@@ -9,7 +9,7 @@ cannot be computed in place, stays open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -70,7 +70,7 @@ def keep_sharded(
     calls: Calls,
     inputs: Sequence[Placement],
     *,
-    pinned: bool = False,
+    pinned: Collection[Slot] = (),
     wanted: Mapping[Value, Placement] | None = None,
 ) -> Open:
     """The rules that keep what depends on a sharded input sharded.
@@ -79,7 +79,7 @@ def keep_sharded(
         program: The program.
         calls: Its calls.
         inputs: Placement of each slot.
-        pinned: Whether sharded state is computed with as it lies.
+        pinned: Sharded state that is computed with as it lies.
         wanted: Placements that values should be computed in, if they can be.
     """
     return _Walk(calls, inputs, pinned, wanted or {}).run(program, inputs)
@@ -87,12 +87,12 @@ def keep_sharded(
 
 class _Walk:
     def __init__(
-        self, calls: Calls, inputs: Sequence[Placement], pinned: bool, wanted: Mapping[Value, Placement]
+        self, calls: Calls, inputs: Sequence[Placement], pinned: Collection[Slot], wanted: Mapping[Value, Placement]
     ) -> None:
         self.calls, self.pinned, self.wanted = calls, pinned, wanted
         self.natural: dict[Value, Natural] = {}
         self.scatters = bool(wanted)  # whether partial and whole values may be brought into shards
-        self.moves = pinned  # whether shards may be moved to another dim where they cannot be used as they lie
+        self.moves = bool(pinned)  # whether shards may be moved to another dim where they cannot be used as they lie
 
     def run(self, program: Program, inputs: Sequence[Placement]) -> Open:
         for (slot, node), placement in zip(program.inputs, inputs, strict=True):
@@ -113,7 +113,7 @@ class _Walk:
         if slot.kind is SlotKind.SEED:
             return FREE  # random tensors are made in any placement
         is_kept = slot.kind in STATE_KINDS and shard_dim(placement) is not None
-        return Natural(placement, stored=is_kept and not self.pinned, pinned=is_kept and self.pinned)
+        return Natural(placement, stored=is_kept and slot not in self.pinned, pinned=is_kept and slot in self.pinned)
 
     def _allowed(self, node: fx.Node, rules: Sequence[Rule], have: Sequence[Natural]) -> tuple[Rule, ...]:
         want = self.wanted.get((node, 0))

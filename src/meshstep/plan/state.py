@@ -55,7 +55,7 @@ def named_placements(program: Program, plan: Plan) -> Named:
         size, named, decided = program.mesh[axis.axis], dict[str, Placement](), dict(axis.state)
         for slot, node in program.inputs:
             if axis.in_place and slot.kind is SlotKind.PARAMETER and str(slot) in decided:
-                if shard_dim(decided[str(slot)]) is not None:
+                if shard_dim(decided[str(slot)]) is not None and not is_stored(axis, slot.name):
                     named[slot.name] = decided[str(slot)]
                 continue
             choice = choice_of(axis, slot.name) if slot.kind is SlotKind.PARAMETER and axis.in_place else None
@@ -82,6 +82,27 @@ def place_state(program: Program, plan: AxisPlan, named: Named) -> StatePlaces:
         PlanError: A named placement cannot be.
     """
     return _Placing(program, plan, named).run()
+
+
+def is_stored(plan: AxisPlan, parameter: str) -> bool:
+    """Whether the state of a parameter is sharded only to be kept, in a plan that computes with others as they lie."""
+    choice = choice_of(plan, parameter)
+    return isinstance(choice, int) or (choice is None and plan.stage > 0)
+
+
+def computed_in_place(program: Program, plan: AxisPlan) -> frozenset[Slot]:
+    """The state that is computed with as it lies, if it is sharded.
+
+    Args:
+        program: The program.
+        plan: The plan of an axis.
+    """
+    if not plan.in_place:
+        return frozenset()
+    slots = [slot for slot in program.slots if slot.kind in STATE_KINDS]
+    parameters = {s.name: node.meta["type"] for s, node in program.inputs if s.kind is SlotKind.PARAMETER}
+    owners = {slot: owner_of(slot, parameters) for slot in slots}
+    return frozenset(slot for slot, owner in owners.items() if owner is None or not is_stored(plan, owner))
 
 
 class _Placing:

@@ -18,7 +18,7 @@ ROOT = Path(meshstep.__file__).parent
 FLOORS = {
     "cli": 7, "__main__": 7,
     "api": 6, "spmd": 6, "arguments": 6, "lowered": 6, "verification": 6, "phases": 6, "materialize": 6,
-    "resizing": 6, "finding": 6, "piece": 6, "blame": 6, "hardware": 6, "progress": 0,
+    "resizing": 6, "finding": 6, "piece": 6, "blame": 6, "hardware": 6, "progress": 0, "launch": 6,
     "report": 5, "runtime": 5, "checkpoint": 5,
     "partition": 4, "passes": 4,
     "plan": 3,

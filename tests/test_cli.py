@@ -184,4 +184,4 @@ def test_run_starts_ranks_and_says_which_failed(tmp_path: Path) -> None:
     assert good.returncode == 0 and "rank 0 of 2 on cpu" in good.stdout and "rank 1 of 2 on cpu" in good.stdout
     bad = run("bad.py")
     assert bad.returncode == 1 and "rank 1 is bad" in bad.stderr
-    assert "meshstep run: a rank failed (exit code 1); its error is above" in bad.stderr
+    assert "meshstep run: rank 1 failed (exit code 1)" in bad.stderr

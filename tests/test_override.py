@@ -192,7 +192,7 @@ def test_overrides_on_the_compiled_step_are_looked_at_too() -> None:
         ({"blocks.*": CubeByHand()}, r"no module is named 'blocks\.\*'"),
         ({nn.Linear: lambda m: 3}, "the replacement is a int and no module"),
     ],
-    ids=str,
+    ids=["a class", "a number", "no mapping", "no such type", "no such name", "no module"],
 )
 def test_what_is_no_override_is_refused(given: Any, text: str) -> None:
     model = built(Mlp)

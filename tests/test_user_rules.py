@@ -172,7 +172,11 @@ def test_function_that_fails() -> None:
     check_error(refused(product, factor("bm->bk"), f32(8, 16), f32(16, 4)), "rule_fails")
 
 
-@pytest.mark.parametrize("op", [torch.ops.toy.product, toy_ops.MADE["gate"], torch.mm, "my::op"], ids=str)
+@pytest.mark.parametrize(
+    "op",
+    [torch.ops.toy.product, toy_ops.MADE["gate"], torch.mm, "my::op"],
+    ids=["packet", "custom", "function", "text"],
+)
 def test_only_an_overload_can_have_rules(op: Any) -> None:
     with pytest.raises(RuleError, match="and no op") as caught:
         rule(op)

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import torch
 
 from .api import simulate, verify
 from .errors import InputError, MeshstepError
+from .launch import run
 from .lowered import Lowered
 from .mesh import Mesh
 from .passes import DEFAULT
@@ -67,10 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    run = command("run", _run, "run a script on several ranks of this machine, by torchrun")
-    run.add_argument("-n", "--ranks", type=int, required=True, help="number of processes")
-    run.add_argument("script", help="a Python file")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    started = command("run", _run, "run a script on several ranks of this machine, by torchrun")
+    started.add_argument(
+        "-n", "--ranks", required=True, help="number of processes; 2:4 starts 4, and one less after a failure"
+    )
+    started.add_argument("--restarts", type=int, default=0, help="how often to start again after a failure (0)")
+    started.add_argument("script", help="a Python file")
+    started.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
 
     plan = command("plan", _plan, "which parallelism, what it costs, and whether it fits; nothing is run")
     _add_step(plan)
@@ -118,14 +121,18 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> int:
     if not Path(given.script).is_file():
         raise InputError(f"no file {given.script}", at="meshstep run", hint="meshstep run -n 2 train.py")
-    if given.ranks < 1:
-        raise InputError(f"{given.ranks} ranks", at="meshstep run -n", hint="at least 1: meshstep run -n 2 train.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # ranks that share cores must not fight for them
-    done = subprocess.run([sys.executable, *launcher, given.script, *given.arguments], env=environment, check=False)
-    if done.returncode:
-        print(f"meshstep run: a rank failed (exit code {done.returncode}); its error is above", file=sys.stderr)
-    return FAILED if done.returncode else 0
+    least, _, most = str(given.ranks).rpartition(":")
+    try:
+        ranks, fewest = int(most), int(least or most)
+    except ValueError:
+        ranks = fewest = 0
+    if not 1 <= fewest <= ranks or given.restarts < 0:
+        raise InputError(
+            f"{given.ranks} ranks, {given.restarts} restarts",
+            at="meshstep run -n ... --restarts ...",
+            hint="at least 1: meshstep run -n 2 train.py, or 2:4 for at least 2 after restarts",
+        )
+    return FAILED if run(given.script, given.arguments, ranks, least=fewest, restarts=given.restarts) else 0
 
 
 def _plan(given: argparse.Namespace) -> int:

@@ -127,7 +127,7 @@ def save(
 
         export(target, step_or_dict)
         return None
-    token = _token()
+    token = fresh_name()
     with _together("collect", token):
         flat = flatten(_objects(step_or_dict))
         flat.python[_RANDOM] = _random_state()
@@ -166,7 +166,7 @@ def load(path: str | os.PathLike[str], step_or_dict: Any, *, check: bool = True)
 
         read(target, step_or_dict)
         return {}
-    token = _token()
+    token = fresh_name()
     with _together("check", token) as said:
         directory = files.find(target)
         manifest = files.read_manifest(directory)
@@ -288,7 +288,7 @@ def _first(error: BaseException) -> str:
     return str(fault) or type(fault).__name__
 
 
-def _token() -> str:
+def fresh_name() -> str:
     """A name for one save or load, the same on all ranks."""
     here = world()
     if here.size == 1:

@@ -17,6 +17,7 @@ from .._torch import default_store
 from ..errors import InputError
 from ..mesh import Mesh
 from ..passes.lower import AxisGroup
+from .faults import TIMEOUT_S, watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,28 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.device}"
 
 
-def init() -> World:
+def init(*, timeout: float = TIMEOUT_S) -> World:
     """Join the other processes, as the launcher's environment says; without a launcher, a world of one.
 
-    Under `torchrun` the process group is set up with nccl on GPUs and gloo else, unless it is up already.
+    Under `torchrun` the process group is set up with nccl on GPUs and gloo else, unless it is up already. A rank whose
+    process is stopped or gone, so that a thread of it says nothing for a while, ends the others with a report.
+
+    Args:
+        timeout: Seconds that a rank may say nothing; the first call decides.
+
+    Raises:
+        InputError: It is not more than a second.
     """
+    if not timeout > 1:
+        raise InputError(f"a timeout of {timeout!r} s", at="init(timeout=...)", hint="seconds, more than 1")
     device = _device()
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return world()
+    here = world()
+    watch(here.rank, here.size, timeout)
+    return here
 
 
 def world() -> World:
@@ -139,6 +151,19 @@ def exchange(topic: str, message: str, timeout: float) -> list[str | None]:
         key = f"meshstep/{topic}/{rank}"
         heard.append(store.get(key).decode() if _appears(store, key, deadline) else None)
     return heard
+
+
+def agreed_number(topic: str, proposal: int | None) -> int | None:
+    """The number that the first rank to say one has said; None if nobody has yet.
+
+    Args:
+        topic: The same on all ranks.
+        proposal: What this rank says; None is nothing.
+    """
+    store, key = default_store(), f"meshstep/{topic}"
+    if proposal is not None:
+        return int(store.compare_set(key, "", str(proposal)))
+    return int(store.get(key)) if store.check([key]) else None
 
 
 def _appears(store: Any, key: str, deadline: float) -> bool:

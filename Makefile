@@ -33,8 +33,8 @@ demo: $(READY)  ## prove the step exact on 2 simulated ranks, then train a small
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    examples/train_gpt.py --steps 300 --out runs/demo
 
-test: $(READY)  ## run the tests
-	$(RUN) -m pytest
+test: $(READY)  ## run the tests, two files at a time
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## lint, formatting, types
 	$(RUN) -m ruff check .

@@ -291,7 +291,7 @@ def adamw(build: Build, i: int, counter=None, **given):
 def test_counters_advance_in_one_call_before_the_kernel():
     build = Build(dp=2)
     program = build.program(**adamw(build, 0), **adamw(build, 1))
-    assert ops(program) == ["laid_out_like", "_foreach_add_", "_fused_adamw_"]
+    assert ops(program) == ["laid_out_like", "scalar_tensor", "_foreach_add_", "_fused_adamw_"]
     inputs = draw(program)
     run_lowered(program, inputs)
 

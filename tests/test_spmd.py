@@ -59,7 +59,10 @@ def test_gradients_land_as_the_parameters_lie(pools):
         assert found["sent"] == {"all_reduce": 1} or found["sent"] == {"all_reduce_": 1}
     for found in pools(2).run(jobs.gradients, Mesh(dp=2), [S0]):
         assert found["argument"] < 1e-13 and found["parameters"] < 1e-13 and found["alike"]
-        assert set(found["sent"]) == {"all_gather_into_tensor", "all_to_all_single"}  # gloo: parts are exchanged and added
+        assert set(found["sent"]) == {
+            "all_gather_into_tensor",
+            "all_to_all_single",
+        }  # gloo: parts are exchanged and added
 
 
 def test_megatrons_split_by_patterns_of_names(pools):

@@ -171,7 +171,7 @@ def load(path: str | os.PathLike[str], step_or_dict: Any, *, check: bool = True)
         directory = files.find(target)
         manifest = files.read_manifest(directory)
         if check:
-            said.fault = files.check(directory, _my_files(manifest["files"]))
+            said.fault = files.check(directory, my_files(manifest["files"]))
     with ExitStack() as kept, _together("fit", token):  # a rank that fails ends it on all: what was made goes again
         objects, reader = _objects(step_or_dict), Reader(directory, manifest["files"])
         kept.enter_context(kept_if_it_fails(objects))
@@ -298,7 +298,7 @@ def fresh_name() -> str:
     return name[0]
 
 
-def _my_files(all_files: Mapping[str, str]) -> dict[str, str]:
+def my_files(all_files: Mapping[str, str]) -> dict[str, str]:
     """Every rank checks some of the files."""
     here = world()
     return {name: d for i, (name, d) in enumerate(sorted(all_files.items())) if i % here.size == here.rank}

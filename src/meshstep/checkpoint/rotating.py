@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..runtime.faults import note_checkpoint
 from ..runtime.world import agreed_number, exchange, world
 from . import files
-from .api import WAIT_S, fresh_name, load, save
+from .api import WAIT_S, fresh_name, load, my_files, save
 
 log = logging.getLogger("meshstep")
 PREFIX = "step-"
@@ -140,14 +140,9 @@ class Rotating:
     def _fault(self, done: int) -> str | None:
         """What is wrong with a checkpoint, on any rank; each looks at some of its files."""
         try:
-            fault = files.check(self.path(done), _mine(files.read_manifest(files.find(self.path(done)))["files"]))
+            fault = files.check(self.path(done), my_files(files.read_manifest(files.find(self.path(done)))["files"]))
         except CheckpointError as error:
             fault = error.at or error.what
         heard = exchange(f"rotating/{fresh_name()}", json.dumps(fault), WAIT_S)
         faults = [json.loads(text) if text else "a rank gives no answer" for text in heard]
         return next((found for found in faults if found is not None), None)
-
-
-def _mine(every: Mapping[str, str]) -> dict[str, str]:
-    here = world()
-    return {name: d for i, (name, d) in enumerate(sorted(every.items())) if i % here.size == here.rank}

@@ -54,7 +54,7 @@ def _foldable(program: Program) -> tuple[fx.Node, Fold] | None:
 
 def _is_shared(node: fx.Node, fold: Fold, returned: set[fx.Node]) -> bool:
     """Whether the collective that a fold takes away is needed by others, so that it would be sent twice."""
-    if fold in (_undone, _whole_again):
+    if fold is _undone:
         return False
     taken = [n for n in node.all_input_nodes if n.target in (all_reduce, all_gather, reduce_scatter)]
     return any(n in returned or any(user is not node for user in n.users) for n in taken)
@@ -107,10 +107,6 @@ def _same_place(node: fx.Node, other: Any) -> bool:
 
 
 def _undone(fold: _Fold) -> None:
-    fold.replace(_input(_input(fold.node)))
-
-
-def _whole_again(fold: _Fold) -> None:
     fold.replace(_input(_input(fold.node)))
 
 
@@ -213,7 +209,7 @@ def _added_first(fold: _Fold) -> None:
 _FOLDS: dict[Any, tuple[tuple[Callable[[fx.Node], bool], Fold], ...]] = {
     axis_slice: ((lambda node: _same_place(node, all_gather), _undone), (_slices_a_sum, _scattered)),
     all_gather: (
-        (lambda node: _same_place(node, axis_slice), _whole_again),
+        (lambda node: _same_place(node, axis_slice), _undone),
         (_gathers_a_scattered_sum, _reduced),
         (_gathers_what_was_widened, _cast_last),
     ),

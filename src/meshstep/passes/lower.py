@@ -203,11 +203,18 @@ class _Lowering:
         return self._call(aten.clone.default, value) if _storage(value) in overwritten else value
 
     def _advance_counters(self) -> None:
+        """All counters at once; on a CPU by a tensor, as a number would be made into one for each of them."""
         by_step: dict[Any, list[fx.Node]] = {}
         for node, held in self.in_place.counters.items():
-            by_step.setdefault(node.args[1], []).append(self.new[held])
-        for step, held_ones in by_step.items():
-            self._call(aten._foreach_add_.Scalar, held_ones, step)
+            kind = node.meta["type"]
+            by_tensor = kind.device == "cpu" and kind.dtype.is_floating_point
+            by_step.setdefault((node.args[1], by_tensor), []).append(self.new[held])
+        for (step, by_tensor), held_ones in by_step.items():
+            if by_tensor:
+                one = self._call(aten.scalar_tensor.default, 1.0, dtype=torch.float32)
+                self._call(aten._foreach_add_.Tensor, held_ones, one, alpha=step)
+            else:
+                self._call(aten._foreach_add_.Scalar, held_ones, step)
 
     def _kernels(self) -> list[tuple[Any, list[Any], dict[str, Any]]]:
         """The kernel calls of the in-place updates: those of one kind and equal options together."""

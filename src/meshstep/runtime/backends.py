@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,46 +99,65 @@ def _is_ours(path: Path) -> bool:
 
 def _inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     """The computation by Inductor; the optimizer's in-place kernels stay PyTorch's own, which are faster."""
-    check_compiled_cache()
-    body, tail, passed = split_tail(module)
-    compiled = compile_with_inductor(body, inputs, EXPANSIONS)
+    cut = split_tail(module)
+    compiled = compile_with_inductor(cut.body, [inputs[i] for i in cut.taken], EXPANSIONS)
+    take, tail, passed = _picker(cut.taken), cut.tail, cut.passed
     if tail is None:
-        return compiled
+        return lambda *args: compiled(*take(args))
     run_tail = tail.forward
 
     def run(*args: Tensor) -> Any:
-        found = compiled(*args)
+        found = compiled(*take(args))
         run_tail(*args, *found[-passed:] if passed else ())
         return found[: len(found) - passed]
 
     return run
 
 
-def split_tail(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None, int]:
-    """The computation, and the in-place kernels on lists after it.
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Gives the arguments at some places; all that is given to Inductor is looked at in every call."""
+    if len(places) < 2:
+        return lambda args: [args[i] for i in places]
+    return operator.itemgetter(*places)
 
-    Returns:
-        The body, which returns the outputs and then what the tail needs; the tail, which takes the inputs and then
-        that (None if there are no such kernels); how many values that is.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A graph in two.
+
+    Args:
+        body: The computation; it takes some of the inputs, and returns the outputs and then what the tail needs.
+        tail: The in-place kernels on lists after it; it takes all inputs, and then that. None if there are none.
+        passed: How many values the tail needs.
+        taken: The inputs that the body takes.
     """
+
+    body: fx.GraphModule
+    tail: fx.GraphModule | None
+    passed: int
+    taken: tuple[int, ...]
+
+
+def split_tail(module: fx.GraphModule) -> Cut:
+    """Cut the in-place kernels on lists off."""
     nodes = list(module.graph.nodes)
-    kernels = [node for node in nodes if _is_list_kernel(node) or node.target is laid_out_like]
-    if not kernels:
-        return module, None, 0
+    kernels = {node: None for node in nodes if _is_list_kernel(node) or node.target is laid_out_like}
     needed = dict.fromkeys(n for k in kernels for n in k.all_input_nodes if n.op != "placeholder" and n not in kernels)
+    inputs = [node for node in nodes if node.op == "placeholder"]
     body, tail = fx.Graph(), fx.Graph()
-    in_body: dict[fx.Node, fx.Node] = {}
-    in_tail = {n: tail.placeholder(n.name) for n in nodes if n.op == "placeholder"}
-    in_tail |= {n: tail.placeholder(n.name) for n in needed}
+    used = {n for node in nodes if node not in kernels for n in node.all_input_nodes}
+    in_body = {n: body.placeholder(n.name) for n in inputs if n in used}
+    in_tail = {n: tail.placeholder(n.name) for n in (*inputs, *needed)}
     for node in nodes:
         if node in kernels:
             in_tail[node] = tail.node_copy(node, in_tail.__getitem__)
-        elif node.op != "output":
+        elif node.op == "call_function":
             in_body[node] = body.node_copy(node, in_body.__getitem__)
     outputs: Any = nodes[-1].args[0]
     body.output(tuple(in_body[n] for n in (*outputs, *needed)))
     tail.output(())
-    return fx.GraphModule(module, body), fx.GraphModule(module, tail), len(needed)
+    taken = tuple(i for i, n in enumerate(inputs) if n in used)
+    return Cut(fx.GraphModule(module, body), fx.GraphModule(module, tail) if kernels else None, len(needed), taken)
 
 
 def _is_list_kernel(node: fx.Node) -> bool:

@@ -7,12 +7,13 @@ READY := .venv/.ready
 RANKS ?= 2
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
+FAULTS_ARGS ?=
 
 # One thread a rank: ranks that share a machine must not fight for its cores.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check format bench rules fuzz clean
+.PHONY: help setup demo test check format bench rules fuzz faults clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -53,6 +54,9 @@ rules: $(READY)  ## run every sharding rule on real shards and print what is cov
 
 fuzz: $(READY)  ## compare 2,000 random programs and 500 random plans of models with plain torch, about 20 minutes
 	PYTHONPATH=tests:examples $(RUN) tests/fuzz_programs.py $(FUZZ_ARGS)
+
+faults: $(READY)  ## make each kind of fault ten times on real ranks and print what came of it, about 20 minutes
+	PYTHONPATH=tests:examples $(RUN) tests/fault_matrix.py $(FAULTS_ARGS)
 
 clean:  ## remove all that the other targets made
 	rm -rf .venv build dist runs bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

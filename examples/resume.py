@@ -6,8 +6,7 @@ meshstep run -n 2:4 --restarts 2 examples/resume.py --folder runs/resume
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +28,13 @@ def batch(i: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     return x, x.sin().cumsum(1)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None, before_step: Callable[[int], None] = lambda _: None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", default="runs/resume")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument(
-        "--fault", default="", help="RANK:STEP:KIND of a fault to make once: kill, stop, raise, memory, term"
-    )
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
 
     world = ms.init(timeout=given.timeout)
     torch.manual_seed(0)
@@ -50,34 +46,13 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer}
     with saver.stoppable():
         for i in range(saver.resume(state), given.steps):
-            make_fault(given.fault, world.rank, i, given.folder)
+            before_step(i)
             x, y = (t.chunk(world.size)[world.rank] for t in batch(i))
             loss = step(model, optimizer, x, y)
             if world.rank == 0:
                 print(f"step {i} of {world.size} ranks: {loss.item():.15f}", flush=True)
             if saver.after(i + 1, state):
                 break
-
-
-def make_fault(fault: str, rank: int, i: int, folder: str) -> None:
-    """For tests and demonstrations; a file says that it was made."""
-    if not fault or os.path.exists(f"{folder}.fault"):
-        return
-    where, when, kind = fault.split(":")
-    if (int(where), int(when)) != (rank, i):
-        return
-    open(f"{folder}.fault", "w").close()
-    match kind:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        case "memory":
-            torch.empty(2**50)
-        case _:
-            raise ValueError("a fault that was asked for")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import resume
 from meshstep.launch import _Heard, _report
 
 Rotating = ms.checkpoint.Rotating
-ROOT = Path(resume.__file__).parent
+HERE = Path(__file__).parent
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -157,9 +157,15 @@ def plain_losses(steps: int) -> list[str]:
     return [f"{resume.train_step(model, optimizer, *resume.batch(i)).item():.10f}" for i in range(steps)]
 
 
-def run(tmp_path: Path, ranks: str, *options: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def script_with(fault: str) -> list[str]:
+    return [str(HERE / "faulty_run.py"), fault] if fault else [resume.__file__]
+
+
+def run(
+    tmp_path: Path, ranks: str, *options: str, fault: str = "", restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "meshstep", "run", "-n", ranks, "--restarts", str(restarts)]
-    script = [str(ROOT / "resume.py"), "--folder", str(tmp_path / "run"), "--timeout", "4", *options]
+    script = [*script_with(fault), "--folder", str(tmp_path / "run"), "--timeout", "4", *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
         [*command, *script], capture_output=True, text=True, env=environment, timeout=120, check=False
@@ -181,7 +187,7 @@ def losses(output: str) -> dict[int, str]:
     ],
 )
 def test_a_run_goes_on_from_the_last_checkpoint_with_fewer_ranks(tmp_path: Path, kind: str, told: str) -> None:
-    done = run(tmp_path, "1:2", "--steps", "10", "--fault", f"1:7:{kind}", restarts=1)
+    done = run(tmp_path, "1:2", "--steps", "10", fault=f"1:7:{kind}", restarts=1)
     assert done.returncode == 0, done.stderr
     assert told in done.stderr and f"go on from {tmp_path / 'run' / 'step-000000005'}" in done.stderr
     assert "starts again with 1 ranks" in done.stderr
@@ -192,7 +198,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_with_fewer_ranks(tmp_path: Path,
 
 
 def test_a_request_to_stop_that_one_rank_gets_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    done = run(tmp_path, "2", "--steps", "10", "--fault", "1:3:term")
+    done = run(tmp_path, "2", "--steps", "10", fault="1:3:term")
     assert done.returncode == 0, done.stderr
     last = max(losses(done.stdout))
     assert 3 <= last <= 4

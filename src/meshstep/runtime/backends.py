@@ -99,6 +99,7 @@ def _is_ours(path: Path) -> bool:
 
 def _inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     """The computation by Inductor; the optimizer's in-place kernels stay PyTorch's own, which are faster."""
+    check_compiled_cache()
     cut = split_tail(module)
     compiled = compile_with_inductor(cut.body, [inputs[i] for i in cut.taken], EXPANSIONS)
     take, tail, passed = _picker(cut.taken), cut.tail, cut.passed

@@ -13,13 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_programs import Triple, check, check_triple, fault, small_cases, small_triples
+from fuzz_programs import (
+    Net,
+    Program,
+    Triple,
+    Where,
+    check,
+    check_triple,
+    drawn_program,
+    fault,
+    moved,
+    parts,
+    small_cases,
+    small_triples,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import Mlp, built, labels, rows, train_step
 from torch import Tensor, nn
 
 import meshstep as ms
+from meshstep.verification import compare
 
 PROGRAMS, TRIPLES, TREES, CUTS = 200, 50, 25, 60
 
@@ -49,6 +63,45 @@ def test_a_random_program_under_random_plans_and_passes_equals_plain_torch(case:
 @given(small_triples)
 def test_a_model_under_random_plans_equals_plain_torch(triple: Triple) -> None:
     assert fault(lambda: check_triple(triple)) is None, triple
+
+
+# Found by `make fuzz`: a norm of what is zero but for rounding; a comparison of a number with what it equals.
+CANCELLING = Program(
+    (4, 2, 8), (("normed", 47961), ("indexed", 14069), ("reduced", 59985)), "adam", 55377, returns=True
+)  # fmt: skip
+JUMPING = Program(
+    (5, 6),
+    (("kinked", 63687), ("normed", 49600), ("view", 4743), ("piece", 37504), ("kinked", 52447), ("indexed", 48591)),
+    "rmsprop", 52641, 1.0, returns=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "where"),
+    [
+        (CANCELLING, Where((("a", 4), ("b", 2)), (("zero3", 4486), ("sequence", 40910)))),
+        (JUMPING, Where((("b", 4),), (("placements", 43991),))),
+    ],
+    ids=["cancelling", "jumping"],
+)
+def test_a_program_that_rounding_decides_is_told_from_a_wrong_plan(program: Program, where: Where) -> None:
+    found = fault(lambda: check(program, where), lambda: moved(program))
+    assert found is not None and found.of_rounding, found
+
+
+@pytest.mark.parametrize("chosen", range(8))
+def test_a_wrong_number_is_never_taken_for_rounding(chosen: int) -> None:
+    program = drawn_program(random.Random(chosen))
+    step, make_args = parts(program)
+
+    def off(model: Net, *rest: Any) -> Any:
+        returned = step(model, *rest)
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 + 1e-8)
+        return returned
+
+    found = fault(lambda: compare(step, off, make_args, 1, torch.float64), lambda: moved(program, 1))
+    assert found is not None and not found.of_rounding, found
 
 
 # ---- arguments
